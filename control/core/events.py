@@ -1,0 +1,148 @@
+"""What goes into the core and what comes out of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..wire import BatchPlan, Register, Result, Submit
+from .sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What bounds the core's choices for one replica.
+
+    ``token_budget`` (τ): tokens in an iteration. ``tile``: the batch total that the device computes without waste,
+    0 for any. ``share``: the part of an iteration's prefill tokens kept for the next requests in admission order.
+    ``max_num_seqs``: admitted sequences of a replica. ``overtakes``: how often a blocked head may be passed.
+    """
+
+    token_budget: int = 256
+    max_num_seqs: int = 256
+    max_model_len: int = 8192
+    block_size: int = 16
+    prefix_caching: bool = True
+    tile: int = 0
+    share: float = 0.25
+    overtakes: int = 32
+    max_queued: int = 4096
+    max_queued_tokens: int = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """A client asks for a completion."""
+
+    owner: int
+    submit: Submit
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """A client ends its request."""
+
+    owner: int
+    key: int
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerLost:
+    """A client is gone: all its requests end."""
+
+    owner: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaUp:
+    """All ranks of a replica are ready for the plans of ``epoch``."""
+
+    replica: int
+    epoch: int
+    stages: int
+    num_blocks: int
+    num_slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLost:
+    """A replica's epoch is over: a worker died, hung, or was out of step."""
+
+    replica: int
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """A result of the last stage's first rank."""
+
+    replica: int
+    result: Result
+
+
+Event = Submitted | Aborted | OwnerLost | ReplicaUp | ReplicaLost | Returned
+
+
+@dataclass(frozen=True, slots=True)
+class SendPlan:
+    """Send ``registers`` and ``plan``, as the frames of one message, to every rank of the replica.
+
+    ``digest`` is what each rank's audit must give at this step, None where none is due.
+    """
+
+    replica: int
+    registers: list[Register]
+    plan: BatchPlan
+    digest: int | None
+    #: For records and time limits: tokens of the batch, decodes among them, KV tokens read.
+    tokens: int
+    decodes: int
+    kv_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """``seq`` no longer owns ``slot`` (-1: it owned none). ``paused`` means that it will go on later."""
+
+    seq: Sequence
+    slot: int
+    reason: str
+    message: str = ""
+
+
+@dataclass(slots=True)
+class Delivered:
+    """The tokens of one iteration.
+
+    ``live`` is the bitmap of slots that have one; ``ids`` is indexed by slot; ``sole`` is the only client concerned,
+    or -1 if there may be several. ``starts`` own their slot from this iteration on; ``ends`` follow the tokens.
+    """
+
+    replica: int
+    step: int
+    live: bytes | bytearray
+    ids: bytes | memoryview
+    sole: int
+    starts: list[Sequence] = field(default_factory=list)
+    ends: list[Ended] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A submission is refused: nothing of it is kept."""
+
+    owner: int
+    key: int
+    code: str
+    field: str
+    message: str
+    retry_after_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OutOfStep:
+    """A rank's answer contradicts the plans: the replica's epoch must end."""
+
+    replica: int
+    reason: str
+
+
+Effect = SendPlan | Delivered | Rejected | OutOfStep

@@ -1,0 +1,493 @@
+"""One replica: its lanes, the sequences on it, and the window of plans that are in flight.
+
+Up to *stages* + 1 plans are out (one a stage and one waiting), at most two of one lane. Blocks need no fence: every
+rank runs plans in step order, so a block released in a plan may be granted again in the same one. Slots are fenced:
+a slot is used again only after the results of all plans that name it, so a result row always belongs to
+``owners[slot]``. Sequences that leave while results are in flight collect those themselves (``InFlight.late``).
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable
+from heapq import heappop, heappush
+from operator import attrgetter
+
+from ..wire import BatchPlan, Register, Result
+from ..wire.digest import audit_digest, audited_slots
+from .blocks import BlockPool
+from .events import Delivered, Ended, Limits, OutOfStep, SendPlan
+from .lane import Lane
+from .policy import Chunks, stall_free
+from .sequence import Phase, Sequence
+
+_order = attrgetter("order")
+_slot = attrgetter("slot")
+
+
+class InFlight:
+    """A plan that was sent and whose result has not come."""
+
+    __slots__ = ("decodes", "fenced", "finals", "late", "lane", "live", "partial", "sole", "step")
+
+    def __init__(self, step: int, lane: Lane, decodes: bytes, sole: int) -> None:
+        self.step = step
+        self.lane = lane
+        self.decodes = decodes
+        self.live = bytearray(decodes)  #: rows that count; bits are cleared when a sequence stops or is aborted
+        self.finals: list[Sequence] = []  #: sequences whose last chunk this is: they sample their next token
+        self.partial: list[Sequence] = []  #: sequences with a chunk that does not sample
+        self.late: list[Sequence] = []  #: left the lane since: they take their token from the result directly
+        self.fenced: list[int] = []  #: slots that may be used again when this result has come
+        self.sole = sole
+
+
+class Replica:
+    """Scheduler state of one replica during one epoch."""
+
+    def __init__(
+        self, index: int, epoch: int, stages: int, num_blocks: int, num_slots: int, limits: Limits, request_base: int
+    ) -> None:
+        self.index = index
+        self.epoch = epoch
+        self.stages = stages
+        self.limits = limits
+        self.pool = BlockPool(num_blocks, limits.block_size, limits.prefix_caching)
+        self.lanes = [Lane(i, num_slots, limits.block_size) for i in range(stages)]
+        self.waiting: list[Sequence] = []  #: by admission order
+        self.prefills: list[Sequence] = []  #: admitted, chunks to be planned; by admission order
+        self.running: list[Sequence] = []  #: PREFILL and DECODE; by admission order
+        self.settling: dict[Sequence, None] = {}
+        self.inflight: deque[InFlight] = deque()
+        self.owners: list[Sequence | None] = [None] * num_slots
+        self.step = 0
+        self.max_running = min(limits.max_num_seqs, limits.token_budget * stages, num_slots)
+        self.watermark = max(1, num_blocks // 100)
+        self.preemptions = 0
+        self.cache_queries = 0
+        self.cache_hits = 0
+        self._turn = 0
+        self._free_slots = list(range(num_slots))
+        self._generations = [0] * num_slots
+        self._released = array("H")
+        self._registers: list[Register] = []
+        self._alone: Sequence | None = None  #: under suspicion of killing workers: runs with nobody else
+        self._ended: list[Ended] = []  #: ownership that ended outside a result, to be delivered
+        self.policy: Callable[[Replica, int], Chunks] = stall_free
+        self._request_base = request_base
+
+    # ---- admission -------------------------------------------------------------------------------------------
+
+    def enqueue(self, seq: Sequence) -> None:
+        """Put ``seq`` into the waiting queue at its place in the admission order."""
+        seq.phase = Phase.WAITING
+        waiting = self.waiting
+        if not waiting or waiting[-1].order < seq.order:
+            waiting.append(seq)
+        else:
+            insort(waiting, seq, key=_order)
+
+    def admit(self, room: int) -> Sequence | None:
+        """Admit the next request: the head, or, if its blocks do not fit, a later one that needs at most ``room``
+        tokens, which passes it at most ``overtakes`` times. Allocates all blocks of the known tokens."""
+        waiting = self.waiting
+        if not waiting or len(self.running) >= self.max_running or not self._free_slots or self._alone:
+            return None
+        head = waiting[0]
+        if head.deaths > 1:
+            if self.running or self.settling or self.inflight:
+                return None
+            self._alone = head
+        if self._place(head):
+            del waiting[0]
+            return head
+        self._alone = None
+        if head.passed >= self.limits.overtakes:
+            return None
+        for i in range(1, min(len(waiting), 1 + self.limits.overtakes)):
+            seq = waiting[i]
+            if seq.known <= room and seq.deaths < 2 and self._place(seq):
+                head.passed += 1
+                del waiting[i]
+                return seq
+        return None
+
+    def _place(self, seq: Sequence) -> bool:
+        pool = self.pool
+        known = seq.known
+        match = pool.match(seq.tokens, seq.salt)
+        need = pool.blocks_for(known) - match.blocks
+        spare = pool.available - match.idle - need
+        if spare < 0 or (spare < self.watermark and pool.held):
+            return False
+        pool.claim(seq, match)
+        seq.table += pool.alloc(need)
+        cached = seq.computed = match.blocks * pool.block_size
+        if not seq.generation:
+            seq.cached = cached
+        self.cache_queries += known
+        self.cache_hits += cached
+        slot = heappop(self._free_slots)
+        self._generations[slot] += 1
+        seq.slot, seq.generation = slot, self._generations[slot]
+        seq.phase = Phase.PREFILL
+        self.owners[slot] = seq
+        for held in (self.prefills, self.running):
+            if not held or held[-1].order < seq.order:
+                held.append(seq)
+            else:
+                insort(held, seq, key=_order)
+        self._registers.append(
+            Register(
+                slot,
+                seq.generation,
+                self._request_base + seq.order,
+                seq.tokens,
+                seq.prompt_len,
+                cached,
+                array("I", seq.table).tobytes(),
+                seq.max_len,
+                seq.min_len,
+                seq.stop_ids,
+                seq.sampling,
+            )
+        )
+        return True
+
+    # ---- planning --------------------------------------------------------------------------------------------
+
+    def plan_next(self) -> SendPlan | None:
+        """The next plan, if one may be out and there is something to run."""
+        stages = self.stages
+        if len(self.inflight) > stages:
+            return None
+        for offset in range(stages):
+            lane = self.lanes[(self._turn + offset) % stages]
+            if lane.in_flight < 2 and (lane.count or self.prefills or self.waiting):
+                plan = self._plan(lane)
+                if plan is not None:
+                    self._turn = (lane.index + 1) % stages
+                    return plan
+        return None
+
+    def _plan(self, lane: Lane) -> SendPlan | None:
+        if self.stages > 1:
+            self._balance(lane)
+        lane.gather_due()
+        pool = self.pool
+        tick = lane.tick
+        crossing = lane.grow[tick % lane.block_size]
+        while len(crossing) > pool.available:
+            self._preempt(self.running[-1])
+        blocks = pool.alloc(len(crossing))
+        grown = array("H", crossing).tobytes()
+        deque(map(list.append, crossing.values(), blocks), 0)
+        chunks = self.policy(self, lane.count)
+        count = lane.count
+        if not count and not chunks:
+            return None
+        chunks.sort(key=_chunk_slot)
+        record = InFlight(
+            self.step,
+            lane,
+            lane.bitmap.rstrip(b"\0") if count else b"",
+            next(iter(lane.owners)) if len(lane.owners) == 1 else -1,
+        )
+        tokens = count
+        finals = self._advance(record, chunks)
+        for _, taken in chunks:
+            tokens += taken
+        plan = BatchPlan(
+            self.epoch,
+            self.step,
+            lane.index,
+            record.decodes,
+            grown,
+            array("I", blocks).tobytes(),
+            array("H", [seq.slot for seq, _ in chunks]).tobytes(),
+            array("I", [taken for _, taken in chunks]).tobytes(),
+            self._released.tobytes(),
+        )
+        if self._released:
+            self._released = array("H")
+        registers = self._registers
+        if registers:
+            self._registers = []
+        digest = self._digest()
+        kv_tokens = lane.kv_tokens
+        self.step += 1
+        self.inflight.append(record)
+        lane.in_flight += 1
+        lane.tick += 1
+        due = lane.ends.pop(tick, None)
+        if due is not None:
+            for seq in due.values():
+                self._settle(seq)
+        for seq in finals:
+            self._join(seq)
+        return SendPlan(self.index, registers, plan, digest, tokens, count, kv_tokens)
+
+    def _advance(self, record: InFlight, chunks: Chunks) -> list[Sequence]:
+        """Count the chunks as computed and name the blocks they fill; returns the sequences that now sample."""
+        pool = self.pool
+        block_size = pool.block_size
+        live = record.live
+        for seq, taken in chunks:
+            computed = seq.computed = seq.computed + taken
+            pool.name(seq, computed // block_size)
+            if computed < seq.known:
+                record.partial.append(seq)
+                continue
+            slot = seq.slot
+            if slot >> 3 >= len(live):
+                live.extend(bytes((slot >> 3) + 1 - len(live)))
+            live[slot >> 3] |= 1 << (slot & 7)
+            record.finals.append(seq)
+            seq.pending += 1
+            self.prefills.remove(seq)
+            if record.sole != seq.owner:
+                record.sole = seq.owner if not record.decodes and len(record.finals) == 1 else -1
+        return record.finals
+
+    def _join(self, seq: Sequence) -> None:
+        """``seq`` samples in the plan just made: let it decode in the lane with the least to do."""
+        known = seq.known + 1
+        if known == seq.max_len:
+            self._settle(seq)
+            return
+        seq.phase = Phase.DECODE
+        lane = self.lanes[0] if self.stages == 1 else min(self.lanes, key=_load)
+        lane.join(seq, known)
+
+    def _balance(self, lane: Lane) -> None:
+        """Move decodes of ``lane`` to the emptiest lane until their counts differ by one at most."""
+        least = min(self.lanes, key=_load)
+        while lane.count - least.count > 1:
+            seq = self.owners[lane.highest_slot()]
+            assert seq is not None
+            known = seq.join_known + lane.tick - seq.join_tick
+            self._leave_lane(seq, lane)
+            least.join(seq, known)
+
+    def _leave_lane(self, seq: Sequence, lane: Lane) -> None:
+        """Take ``seq`` out of ``lane``; results in flight that hold a token of it are remembered with it."""
+        since = max(seq.join_tick, lane.done)
+        lane.leave(seq)
+        out = lane.tick - since
+        if out > 0:
+            # The lane's newest plans name it.
+            for record in reversed(self.inflight):
+                if record.lane is lane:
+                    record.late.append(seq)
+                    seq.pending += 1
+                    out -= 1
+                    if not out:
+                        break
+
+    def _digest(self) -> int | None:
+        """What the workers' audit at this step must give."""
+        slots = audited_slots(self.step, len(self.owners))
+        if slots is None:
+            return None
+        owners = self.owners
+        entries: list[tuple[int, int, int, list[int]]] = []
+        for slot in slots:
+            seq = owners[slot]
+            if seq is not None and seq.phase in (Phase.PREFILL, Phase.DECODE):
+                lane = seq.lane
+                computed = seq.planned
+                if lane is not None and self.inflight_lane is lane:
+                    computed += 1
+                entries.append((slot, seq.generation, computed, seq.table))
+        return audit_digest(entries)
+
+    # ---- leaving ---------------------------------------------------------------------------------------------
+
+    def _settle(self, seq: Sequence) -> None:
+        """Take a running sequence off the device: its blocks go, its tokens stay, results in flight still count."""
+        lane = seq.lane
+        if lane is not None:
+            self._leave_lane(seq, lane)
+        if seq.phase is Phase.PREFILL and seq in self.prefills:
+            self.prefills.remove(seq)
+        pool = self.pool
+        pool.name(seq, min(seq.known, seq.computed) // pool.block_size)
+        pool.release(seq)
+        running = self.running
+        del running[bisect_left(running, seq.order, key=_order)]
+        self._drop_slot(seq.slot)
+        seq.phase = Phase.SETTLING
+        if seq is self._alone:
+            self._alone = None
+        self.settling[seq] = None
+
+    def _drop_slot(self, slot: int) -> None:
+        self._released.append(slot)
+        if self.inflight:
+            self.inflight[-1].fenced.append(slot)
+        else:
+            self._free_slot(slot)
+
+    def _free_slot(self, slot: int) -> None:
+        self.owners[slot] = None
+        heappush(self._free_slots, slot)
+
+    def _preempt(self, seq: Sequence) -> None:
+        self.preemptions += 1
+        self._settle(seq)
+        if not seq.pending:
+            self._settled(seq, self._ended)
+
+    def _settled(self, seq: Sequence, ends: list[Ended]) -> None:
+        """All results of a sequence that left have come: it has its length, or waits to go on."""
+        del self.settling[seq]
+        if seq.known >= seq.max_len:
+            seq.phase = Phase.DONE
+            ends.append(Ended(seq, seq.slot, "length"))
+        else:
+            ends.append(Ended(seq, seq.slot, "paused"))
+            self.enqueue(seq)
+
+    def remove(self, seq: Sequence) -> None:
+        """End ``seq`` wherever it is; rows of it that are in flight become void."""
+        phase = seq.phase
+        if phase is Phase.WAITING:
+            del self.waiting[bisect_left(self.waiting, seq.order, key=_order)]
+        elif phase is not Phase.DONE:
+            if phase is not Phase.SETTLING:
+                self._settle(seq)
+            del self.settling[seq]
+            slot = seq.slot
+            byte, mask = slot >> 3, ~(1 << (slot & 7))
+            for record in self.inflight:
+                if byte < len(record.live):
+                    record.live[byte] &= mask
+        seq.phase = Phase.DONE
+
+    # ---- results ---------------------------------------------------------------------------------------------
+
+    def receive(self, result: Result) -> Delivered | OutOfStep | None:
+        """Take in the last stage's result. Late duplicates and foreign epochs are dropped whole."""
+        if result.epoch != self.epoch or not self.inflight:
+            return None
+        record = self.inflight[0]
+        if result.step != record.step:
+            if result.step < record.step:
+                return None
+            return OutOfStep(self.index, f"result of step {result.step}, expected {record.step}")
+        ids = memoryview(result.ids)
+        live = record.live
+        width = len(self.owners)
+        if len(ids) & 3 or len(ids) > 4 * width or len(ids) < 4 * _span(live):
+            return OutOfStep(self.index, f"step {result.step}: {len(ids)} bytes of ids do not cover its rows")
+        self.inflight.popleft()
+        lane = record.lane
+        lane.in_flight -= 1
+        lane.store(ids)
+        delivered = Delivered(self.index, record.step, live, ids, record.sole)
+        ends = delivered.ends
+        if self._ended:
+            ends += self._ended
+            self._ended = []
+        if record.finals or record.late:
+            self._collect(record, ids, delivered)
+        if result.stopped:
+            owners = self.owners
+            for slot in array("H", result.stopped):
+                seq = owners[slot] if slot < width else None
+                if seq is not None and slot >> 3 < len(live) and live[slot >> 3] & (1 << (slot & 7)):
+                    self.remove(seq)
+                    ends.append(Ended(seq, slot, "stop"))
+        for seq in record.late:
+            if not seq.pending and seq.phase is Phase.SETTLING:
+                self._settled(seq, ends)
+        for seq in record.finals:
+            if not seq.pending and seq.phase is Phase.SETTLING:
+                self._settled(seq, ends)
+        for slot in record.fenced:
+            self._free_slot(slot)
+        if self._alone is not None and self._alone.phase is not Phase.DONE:
+            self._acquit(self._alone)
+        return delivered
+
+    def _collect(self, record: InFlight, ids: memoryview, delivered: Delivered) -> None:
+        values = ids.cast("I")
+        for seq in record.finals:
+            seq.pending -= 1
+            if seq.phase is not Phase.DONE:
+                seq.tokens += values[seq.slot].to_bytes(4, "little")
+                delivered.starts.append(seq)
+        for seq in record.late:
+            seq.pending -= 1
+            if seq.phase is not Phase.DONE:
+                seq.tokens += values[seq.slot].to_bytes(4, "little")
+
+    def _acquit(self, seq: Sequence) -> None:
+        """A suspect that passed the point at which its worker died is trusted again."""
+        lane = seq.lane
+        known = seq.known if lane is None else seq.join_known + lane.done - seq.join_tick
+        if known > seq.doubt_len:
+            seq.deaths = 0
+            self._alone = None
+
+    def take_ended(self) -> Delivered | None:
+        """Ownership that ended without a result to carry it."""
+        if not self._ended:
+            return None
+        ends, self._ended = self._ended, []
+        return Delivered(self.index, self.step, b"", b"", -1, [], ends)
+
+    # ---- the end of an epoch ---------------------------------------------------------------------------------
+
+    def evacuate(self) -> tuple[list[Sequence], list[Ended]]:
+        """End the epoch: all unfinished sequences, with the tokens whose results came, and the ownership that ends.
+
+        Sequences in a plan that may have been running count one death more.
+        """
+        suspects: dict[Sequence, None] = {}
+        for record in list(self.inflight)[: self.stages]:
+            for seq in record.finals + record.partial:
+                suspects[seq] = None
+            for slot in _bits(record.decodes):
+                seq = self.owners[slot]
+                if seq is not None:
+                    suspects[seq] = None
+        ended = self._ended
+        for seq in self.running + list(self.settling):
+            if seq.lane is not None:
+                seq.lane.leave(seq)
+            ended.append(Ended(seq, seq.slot, "paused"))
+        unfinished = sorted(self.running + list(self.settling) + self.waiting, key=_order)
+        for seq in unfinished:
+            seq.phase = Phase.WAITING
+            seq.slot, seq.generation, seq.pending, seq.computed = -1, max(seq.generation, 0), 0, 0
+            seq.table, seq.node, seq.named, seq.dups = [], None, 0, []
+            if seq in suspects:
+                seq.deaths += 1
+                seq.doubt_len = seq.known
+        self.waiting, self.prefills, self.running, self.settling = [], [], [], {}
+        self.inflight.clear()
+        self._ended = []
+        return unfinished, ended
+
+
+def _chunk_slot(chunk: tuple[Sequence, int]) -> int:
+    return chunk[0].slot
+
+
+def _load(lane: Lane) -> tuple[int, int]:
+    return lane.count, lane.kv_tokens
+
+
+def _span(live: bytearray) -> int:
+    """One more than the highest live slot."""
+    used = live.rstrip(b"\0")
+    return (len(used) << 3) - 8 + used[-1].bit_length() if used else 0
+
+
+def _bits(bitmap: bytes) -> list[int]:
+    """The slots of a bitmap, ascending."""
+    value = int.from_bytes(bitmap, "little")
+    return [i for i, bit in enumerate(reversed(bin(value)[2:])) if bit == "1"] if value else []

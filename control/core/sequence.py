@@ -1,0 +1,115 @@
+"""One sequence and what the core knows of it.
+
+A sequence has *known* tokens (prompt and sampled) and *computed* tokens (those whose KV is, or is planned to be, in
+the cache). Chunked prefill, a prefix hit, a decode, a recompute after preemption and a recovery after a crash are all
+the same: computed moves toward known.
+
+While a sequence decodes, nothing of it is touched per iteration: its position follows from the tick of its lane
+(``lane.Lane``), its newest tokens lie in the lane's ring, and ``tokens`` lags behind until the sequence leaves.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+from ..wire import Sampling, Submit
+
+if TYPE_CHECKING:
+    from .blocks import Node
+    from .lane import Lane
+
+
+class Phase(IntEnum):
+    """Where a sequence is; each is in exactly one place."""
+
+    WAITING = 0  #: in a waiting queue, holds no block
+    PREFILL = 1  #: admitted, has blocks for all its known tokens, chunks are being planned
+    DECODE = 2  #: in a lane, gains a token each time the lane ticks
+    SETTLING = 3  #: left its lane, blocks released, results of plans that name it are still in flight
+    DONE = 4  #: finished; results that still come are void
+
+
+class Sequence:
+    """A request's single sequence, in the order of arrival (``order``) among all."""
+
+    __slots__ = (
+        "bucket",
+        "cached",
+        "column",
+        "computed",
+        "deaths",
+        "doubt_len",
+        "dups",
+        "end_tick",
+        "generation",
+        "join_known",
+        "join_tick",
+        "key",
+        "lane",
+        "max_len",
+        "min_len",
+        "named",
+        "node",
+        "order",
+        "owner",
+        "passed",
+        "pending",
+        "phase",
+        "prompt_len",
+        "request",
+        "salt",
+        "sampling",
+        "slot",
+        "stop_ids",
+        "table",
+        "tokens",
+    )
+
+    def __init__(self, order: int, owner: int, submit: Submit, max_len: int) -> None:
+        self.order = order
+        self.owner = owner  #: the client, as numbered by the shell
+        self.key = submit.key  #: the client's name for the request
+        self.request = submit.request
+        self.tokens = bytes(submit.tokens)  #: u32 little-endian, the known ids that have been collected
+        self.prompt_len = submit.prompt_len
+        self.max_len = max_len  #: prompt and output, at most
+        self.min_len = submit.prompt_len + submit.min_tokens
+        self.sampling: Sampling = submit.sampling
+        self.stop_ids = submit.stop_ids
+        self.salt = submit.salt
+        self.phase = Phase.WAITING
+        self.computed = 0  #: up to date in PREFILL only; see ``planned``
+        self.cached = 0  #: tokens found in the prefix cache at the first admission
+        self.deaths = 0  #: times a worker died with this sequence in the running iteration
+        self.doubt_len = 0  #: known length at the last such death
+        self.passed = 0  #: times a younger request was admitted before it
+        self.slot = -1
+        self.generation = 0
+        self.pending = 0  #: in-flight plans whose result this sequence collects itself
+        # blocks
+        self.table: list[int] = []
+        self.node: Node | None = None  #: deepest node of the prefix tree on which a reference is held
+        self.named = 0  #: blocks of the table, from its start, that stand in the tree or in ``dups``
+        self.dups: list[int] = []  #: own copies of blocks that a twin had named first
+        # place in a lane
+        self.lane: Lane | None = None
+        self.join_tick = 0  #: first tick at which it decodes
+        self.join_known = 0  #: tokens known (one perhaps still being sampled) at that tick
+        self.end_tick = 0  #: tick that samples its last token by length
+        self.bucket = 0  #: tick modulo block size at which it needs a new block
+        self.column = 0  #: first tick whose token has not been collected from the ring
+
+    @property
+    def known(self) -> int:
+        """Tokens collected so far."""
+        return len(self.tokens) >> 2
+
+    @property
+    def planned(self) -> int:
+        """Tokens whose KV is in the cache once all plans made so far have run."""
+        lane = self.lane
+        return self.computed if lane is None else self.join_known - 1 + lane.tick - self.join_tick
+
+    def __repr__(self) -> str:
+        return f"<sequence {self.order} {self.phase.name} known={self.known} slot={self.slot}>"

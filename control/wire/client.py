@@ -1,0 +1,166 @@
+"""Messages between a client (a gateway, the Python client, a foreign client) and the control process."""
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from .fields import U16, U32, U64, Bitmap, Count, Name, StopIds, Text, TokenBuffer
+
+Probability = Annotated[float, Meta(gt=0.0, le=1.0)]
+Temperature = Annotated[float, Meta(ge=0.0, le=100.0)]
+
+
+class Sampling(Struct, array_like=True, frozen=True):
+    """How a token is drawn. ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 are off.
+
+    The generator is keyed by (``seed``, ``index``, position), so a sequence's draws depend on nothing else.
+    """
+
+    temperature: Temperature = 0.0
+    top_k: U32 = 0
+    top_p: Probability = 1.0
+    seed: U64 = 0
+    index: U32 = 0
+
+
+GREEDY = Sampling()
+
+
+class ClientHello(Struct, array_like=True, frozen=True, tag=32):
+    """First message of a connection."""
+
+    version: U32
+    name: Name = ""
+
+
+class Submit(Struct, array_like=True, frozen=True, tag=33):
+    """Ask for a completion of ``tokens``.
+
+    ``key`` is the client's own name for the request, unique while the request lives. Tokens past ``prompt_len``
+    were already generated and received: the request is a continuation, as after a restart of the control process.
+    ``max_tokens`` bounds the whole output, the continued part included; 0 means as many as the model allows.
+    Requests with different ``salt`` never share cached blocks.
+    """
+
+    key: U64
+    request: Name
+    tokens: TokenBuffer
+    prompt_len: Count
+    max_tokens: Count = 0
+    sampling: Sampling = GREEDY
+    stop_ids: StopIds = ()
+    min_tokens: Count = 0
+    salt: Annotated[bytes, Meta(max_length=64)] = b""
+
+
+class Abort(Struct, array_like=True, frozen=True, tag=34):
+    """End a request at once. Idempotent; no plan made afterwards names it."""
+
+    key: U64
+
+
+class Status(Struct, array_like=True, frozen=True, tag=35):
+    """Ask for one ``StatusReply``."""
+
+    nonce: U64 = 0
+
+
+class Subscribe(Struct, array_like=True, frozen=True, tag=36):
+    """Ask for a ``StatusReply`` every ``interval_ms`` milliseconds until 0 is sent or the client goes silent."""
+
+    interval_ms: Annotated[int, Meta(ge=0, le=60_000)] = 1000
+
+
+class ClientPing(Struct, array_like=True, frozen=True, tag=37):
+    """Sign of life. A client silent for three seconds is gone and its requests are aborted."""
+
+
+class Welcome(Struct, array_like=True, frozen=True, tag=48):
+    """Answer to a hello, and again whenever ``ready`` or a limit changes.
+
+    ``instance`` names this life of the control process: a client that sees another one resubmits its unfinished
+    requests as continuations.
+    """
+
+    version: U32
+    instance: U64
+    model: Name
+    ready: bool
+    max_model_len: Count
+    vocab_size: U32
+    block_size: U16
+    #: The longest sequence (prompt and output) that the block pool can hold.
+    max_sequence: Count
+    max_num_seqs: U32
+    token_budget: U32
+    eos_ids: StopIds = ()
+
+
+class End(Struct, array_like=True, frozen=True):
+    """A request's ownership of ``slot`` is over.
+
+    ``reason``: ``stop``, ``length``, ``abort`` and ``error`` finish the request; ``paused`` does not (preempted or
+    its replica was lost): its tokens go on later under another start.
+    """
+
+    key: U64
+    slot: U16
+    reason: Annotated[str, Meta(max_length=16)]
+    output_tokens: Count = 0
+    cached_tokens: Count = 0
+    message: Text = ""
+
+
+class Tick(Struct, array_like=True, frozen=True, tag=49):
+    """The tokens that one iteration gave to one client's requests.
+
+    In this order: ``start_slots[i]`` now belongs to request ``start_keys[i]``; each set bit of ``live`` is a slot
+    with one new token; each of ``ends`` takes effect. With ``dense`` the token of slot *s* is ``ids[s]`` (entries of
+    slots whose bit is clear mean nothing), else ``ids`` has one entry per set bit, by slot. ``sequence`` counts the
+    ticks sent to this client, without gaps.
+    """
+
+    sequence: U64
+    step: U64
+    live: Bitmap
+    dense: bool
+    ids: TokenBuffer
+    start_slots: bytes = b""
+    start_keys: bytes = b""
+    ends: list[End] = []
+
+
+class Refused(Struct, array_like=True, frozen=True, tag=50):
+    """A message could not be accepted. ``key`` names the request, if it was about one.
+
+    ``code``: ``invalid`` (``field`` and the allowed range are named), ``too_long``, ``overloaded``, ``draining``,
+    ``not_ready``, ``protocol``.
+    """
+
+    key: U64 | None
+    code: Annotated[str, Meta(max_length=32)]
+    field: Name
+    message: Text
+    retry_after_ms: U32 = 0
+
+
+class StatusReply(Struct, array_like=True, frozen=True, tag=51):
+    """Counters and gauges of the control process, flat: name to number."""
+
+    nonce: U64
+    instance: U64
+    model: Name
+    ready: bool
+    draining: bool
+    values: dict[Name, float]
+    replicas: list[str] = []
+
+
+class Unknown(Struct, array_like=True, frozen=True, tag=52):
+    """The peer is not known here (the control process was restarted): say hello again."""
+
+    instance: U64 = 0
+
+
+FromClient = ClientHello | Submit | Abort | Status | Subscribe | ClientPing
+ToClient = Welcome | Tick | Refused | StatusReply | Unknown
