@@ -1,0 +1,118 @@
+"""The command line of each child process: pure functions of the options and the run directory.
+
+Children are started as ``python -P -m …`` so that nothing in the working directory can shadow a module. The
+names here are the contract with ``control``, ``control.gateway``, ``dataplane`` and ``dataplane.simulated``.
+"""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .options import ServeOptions, threads_per_worker
+from .run_dir import RunDir
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSpec:
+    """How to start one process. ``name`` prefixes its log lines; ``worker``: its (replica, stage), if any."""
+
+    name: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    worker: tuple[int, int] | None = None
+    pass_fds: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All processes of one server."""
+
+    control: ChildSpec
+    gateway: ChildSpec
+    workers: tuple[ChildSpec, ...]
+
+
+def _python(module: str) -> list[str]:
+    return [sys.executable, "-P", "-m", f"evenflow.{module}"]
+
+
+def control_argv(options: ServeOptions, run: RunDir) -> list[str]:
+    argv = [
+        *_python("control"),
+        *("--workers", run.workers_endpoint),
+        *("--clients", run.clients_endpoint),
+        *("--links", str(run.links)),
+        *("--replicas", str(options.replicas)),
+        *("--stages", str(options.stages)),
+        *("--token-budget", str(options.token_budget)),
+        *("--max-num-seqs", str(options.max_num_seqs)),
+        *("--drain-timeout", f"{options.drain_timeout:g}"),
+        *("--log-level", options.log_level),
+    ]
+    if options.max_model_len is not None:
+        argv += ["--max-model-len", str(options.max_model_len)]
+    if not options.prefix_caching:
+        argv += ["--no-prefix-cache"]
+    if options.prefill_share is not None:
+        argv += ["--prefill-share", f"{options.prefill_share:g}"]
+    if options.hang_timeout is not None:
+        argv += ["--hang-timeout", f"{options.hang_timeout:g}"]
+    if options.served_model_name is not None:
+        argv += ["--served-model-name", options.served_model_name]
+    return argv
+
+
+def gateway_argv(options: ServeOptions, run: RunDir, fd: int) -> list[str]:
+    return [
+        *_python("control.gateway"),
+        *("--control", run.clients_endpoint),
+        *("--model", options.model),
+        *("--host", options.host),
+        *("--fd", str(fd)),
+    ]
+
+
+def worker_argv(options: ServeOptions, run: RunDir, replica: int, stage: int, threads: int) -> list[str]:
+    place = [
+        *("--connect", run.workers_endpoint),
+        *("--replica", str(replica)),
+        *("--stage", str(stage)),
+        *("--stages", str(options.stages)),
+        *("--block-size", str(options.block_size)),
+    ]
+    if options.scripted:
+        return [*_python("dataplane.simulated"), *place, "--step-ms", f"{options.step_ms:g}"]
+    argv = [
+        *_python("dataplane"),
+        *place,
+        *("--model", options.model),
+        *("--dtype", options.dtype),
+        *("--kv-memory", str(options.kv_cache_memory)),
+        *("--threads", str(threads)),
+    ]
+    if options.attention_backend is not None:
+        argv += ["--attention-backend", options.attention_backend]
+    return argv
+
+
+def build_plan(options: ServeOptions, run: RunDir, fd: int, cores: int, environ: Mapping[str, str]) -> Plan:
+    """Every child of a server. ``fd``: the listening HTTP socket; ``cores``: shared out among the workers."""
+    threads = threads_per_worker(cores, options.workers)
+    env = {**environ, "PYTHONUNBUFFERED": "1"}
+    # Libraries that make their own thread pools read this before torch can tell them otherwise.
+    worker_env = {**env, "OMP_NUM_THREADS": str(threads)}
+    workers = tuple(
+        ChildSpec(
+            name=f"worker {replica}.{stage}",
+            argv=tuple(worker_argv(options, run, replica, stage, threads)),
+            env=worker_env,
+            worker=(replica, stage),
+        )
+        for replica in range(options.replicas)
+        for stage in range(options.stages)
+    )
+    return Plan(
+        control=ChildSpec("control", tuple(control_argv(options, run)), env),
+        gateway=ChildSpec("gateway", tuple(gateway_argv(options, run, fd)), env, pass_fds=(fd,)),
+        workers=workers,
+    )

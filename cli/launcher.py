@@ -1,0 +1,206 @@
+"""``evenflow serve``: the parent of control, gateway and local workers. It holds no state of any request.
+
+Order: the port is bound, then the private directories are made, then the children start and load. Signals:
+the first SIGTERM drains for up to ``--drain-timeout``, the first SIGINT for a few seconds (a person is
+waiting), the second of either ends everything at once. Exit codes: 0 after a drain, 1 for any failure.
+However it is left, no child and no file of it remains: children of a launcher that was killed end by their
+own parent-death signal.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable
+
+import zmq.asyncio
+
+from ..control.wire import Welcome
+from .children import Plan, build_plan
+from .links import ControlLink, await_ready
+from .listener import PortTaken, listen, url_of
+from .options import ServeOptions, usable_cores
+from .output import Output
+from .run_dir import RunDir
+from .supervisor import Supervisor
+
+#: Seconds that control has beyond its own drain limit before it is asked again.
+DRAIN_MARGIN = 5.0
+#: Seconds that running requests get after a Ctrl-C.
+INTERRUPT_PATIENCE = 4.0
+
+#: Given the server's URL, does the work that the server was started for; its result is the exit code.
+Errand = Callable[[str], Awaitable[int]]
+MakePlan = Callable[[ServeOptions, RunDir, int], Plan]
+
+
+def default_plan(options: ServeOptions, run: RunDir, fd: int) -> Plan:
+    return build_plan(options, run, fd, usable_cores(), os.environ)
+
+
+def ready_line(url: str, options: ServeOptions, welcome: Welcome) -> str:
+    shape = f"{options.stages} stage{'s' * (options.stages > 1)}"
+    if options.replicas > 1:
+        shape = f"{options.replicas} replicas of {shape}"
+    return (
+        f"ready: {url} (model {welcome.model}, {shape}, {welcome.max_model_len} tokens of context,"
+        f" blocks of {welcome.block_size}, budget {welcome.token_budget}, {welcome.max_num_seqs} sequences)"
+    )
+
+
+def serve(
+    options: ServeOptions,
+    notes: list[str] | None = None,
+    errand: Errand | None = None,
+    make_plan: MakePlan = default_plan,
+    quiet: bool = False,
+) -> int:
+    """Run a server until a signal, a failure, or the end of ``errand``. Returns the exit code.
+
+    ``options`` are settled. ``notes`` are said first. ``quiet`` leaves out all but the cause of a failure.
+    """
+    output = Output(sys.stdout, sys.stderr, quiet)
+    for note in notes or ():
+        output.say(note)
+    last: str | None = None
+    code = 1
+    try:
+        listener = listen(options.host, options.port)
+        try:
+            run = RunDir.create(dict(os.environ))
+            try:
+                code, last = asyncio.run(_Launch(options, listener, run, output, errand, make_plan).run())
+            finally:
+                run.remove()
+        finally:
+            listener.close()
+    except PortTaken as error:
+        last = str(error)
+    except OSError as error:
+        last = f"evenflow cannot start: {error}"
+    finally:
+        output.close(last)
+    return code
+
+
+class _Launch:
+    """The state of one ``serve``."""
+
+    def __init__(
+        self,
+        options: ServeOptions,
+        listener: socket.socket,
+        run: RunDir,
+        output: Output,
+        errand: Errand | None,
+        make_plan: MakePlan,
+    ) -> None:
+        self._options = options
+        self._listener = listener
+        self._run_dir = run
+        self._output = output
+        self._errand = errand
+        self._plan = make_plan(options, run, listener.fileno())
+        self._url = url_of(listener)
+
+    async def run(self) -> tuple[int, str | None]:
+        """Exit code, and what is to be said last."""
+        loop = asyncio.get_running_loop()
+        signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            # Whoever started us with nohup wants SIGHUP ignored.
+            if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                loop.add_signal_handler(number, signals.put_nowait, number)
+        context = zmq.asyncio.Context(1)
+        supervisor = Supervisor(self._plan, self._output.say, lambda *death: link.report(*death))
+        link = ControlLink(
+            context, self._run_dir.workers_endpoint, supervisor.kill_worker, supervisor.give_up
+        )
+        tasks = [
+            asyncio.ensure_future(link.run()),
+            asyncio.ensure_future(self._watch_start(context, supervisor)),
+        ]
+        try:
+            self._say_start()
+            supervisor.start()
+            return await self._until_end(supervisor, signals, tasks[1])
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            supervisor.reap()
+            context.destroy(0)
+
+    def _say_start(self) -> None:
+        options = self._options
+        processes = f"{options.workers} worker{'s' * (options.workers > 1)}"
+        self._output.say(f"starting {options.model} on {self._url}: control, gateway, {processes}")
+        self._output.progress(f"loading {options.model}")
+
+    async def _watch_start(self, context: zmq.asyncio.Context, supervisor: Supervisor) -> int | None:
+        """Say when the server is ready; then run the errand, if there is one, for its exit code."""
+        welcome = await await_ready(
+            context,
+            self._run_dir.clients_endpoint,
+            lambda _: supervisor.mark_ready(self._plan.control.name),
+        )
+        supervisor.mark_ready(*(spec.name for spec in self._plan.workers))
+        await self._gateway_answers(supervisor)
+        supervisor.mark_ready()
+        self._output.progress("")
+        self._output.announce(ready_line(self._url, self._options, welcome))
+        return None if self._errand is None else await self._errand(self._url)
+
+    async def _gateway_answers(self, supervisor: Supervisor) -> None:
+        """Wait for one HTTP response. The request waits in the port's queue until a gateway takes it."""
+        while True:
+            supervisor.gateway_started.clear()
+            with contextlib.suppress(OSError):
+                host, port = self._listener.getsockname()[:2]
+                loopback = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+                reader, writer = await asyncio.open_connection(loopback, port)
+                try:
+                    writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+                    if await reader.readline():
+                        return
+                finally:
+                    writer.close()
+            # The gateway died with our request in hand: ask its next life.
+            await supervisor.gateway_started.wait()
+
+    async def _until_end(
+        self,
+        supervisor: Supervisor,
+        signals: asyncio.Queue[signal.Signals],
+        start: asyncio.Task[int | None],
+    ) -> tuple[int, str | None]:
+        got = asyncio.ensure_future(signals.get())
+        watched: set[asyncio.Future[object]] = {got, supervisor.failure}  # type: ignore[assignment]
+        if self._errand is not None:
+            watched.add(start)  # type: ignore[arg-type]
+        await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+        self._output.progress("")
+        if supervisor.failure.done():
+            got.cancel()
+            await supervisor.killed(3.0)
+            return 1, supervisor.failure.result()
+        if got.done():
+            number, code = got.result(), 0
+        else:
+            got.cancel()
+            number, code = signal.SIGINT, start.result() or 0
+        patience = self._options.drain_timeout + DRAIN_MARGIN
+        if number == signal.SIGINT:
+            patience = min(self._options.drain_timeout, INTERRUPT_PATIENCE)
+        self._output.say("stopping: running requests are finished first; a second signal stops at once")
+        drain = asyncio.ensure_future(supervisor.drain(patience, self._listener.close))
+        again = asyncio.ensure_future(signals.get())
+        await asyncio.wait({drain, again}, return_when=asyncio.FIRST_COMPLETED)
+        if drain.done():
+            again.cancel()
+            return code or drain.result(), None
+        drain.cancel()
+        await supervisor.killed(1.0)
+        return 1, "stopped at once: running requests were cut off"

@@ -1,0 +1,323 @@
+"""The command line's grammar: flags, their other names, their environment variables; no work is done here.
+
+Each command imports what it needs when it runs, so that ``--version`` and ``--help`` answer at once. ``_``
+and ``-`` are the same in flags; every flag of ``serve`` can come from ``EVENFLOW_<FLAG>``. Exit codes: 0
+done, 1 failed, 2 asked for what cannot be.
+"""
+
+import enum
+import sys
+from typing import Annotated
+
+import typer
+
+from .. import __version__
+
+
+class Dtype(enum.StrEnum):
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
+
+
+class LogLevel(enum.StrEnum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+def _dashes(token: str) -> str:
+    return token.replace("_", "-")
+
+
+_SETTINGS = {"token_normalize_func": _dashes, "help_option_names": ["-h", "--help"]}
+
+app = typer.Typer(
+    name="evenflow",
+    help="LLM serving that does not stall: new prompts never freeze running streams.",
+    rich_markup_mode=None,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings=_SETTINGS,
+)
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        print(f"evenflow {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", "-V", callback=_show_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    pass
+
+
+def _env(flag: str) -> str:
+    return f"EVENFLOW_{flag.upper()}"
+
+
+@app.command(context_settings=_SETTINGS)
+def serve(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="smollm2-135m, a GGUF file, or a Hugging Face model directory.",
+            envvar=_env("model"),
+        ),
+    ],
+    stages: Annotated[
+        int,
+        typer.Option(
+            "--stages",
+            "--pipeline-parallel-size",
+            "-pp",
+            "--pp",
+            envvar=_env("stages"),
+            help="Pipeline stages: processes among which the layers are divided.",
+        ),
+    ] = 1,
+    replicas: Annotated[
+        int,
+        typer.Option(
+            "--replicas",
+            "--data-parallel-size",
+            "-dp",
+            "--dp",
+            envvar=_env("replicas"),
+            help="Complete copies of the model.",
+        ),
+    ] = 1,
+    token_budget: Annotated[
+        int,
+        typer.Option(
+            "--token-budget",
+            "--max-num-batched-tokens",
+            envvar=_env("token_budget"),
+            help="Most tokens in one iteration: bounds the gap between the tokens of a stream.",
+        ),
+    ] = 256,
+    max_num_seqs: Annotated[
+        int,
+        typer.Option(
+            "--max-num-seqs",
+            "--max-running-requests",
+            envvar=_env("max_num_seqs"),
+            help="Most sequences that run in a replica at once.",
+        ),
+    ] = 256,
+    block_size: Annotated[
+        int,
+        typer.Option("--block-size", "--page-size", envvar=_env("block_size"), help="Tokens in a KV block."),
+    ] = 16,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            "--max-model-len",
+            "--context-length",
+            envvar=_env("max_model_len"),
+            show_default="the model's",
+            help="Most tokens of a prompt and its answer together.",
+        ),
+    ] = None,
+    dtype: Annotated[
+        Dtype, typer.Option("--dtype", envvar=_env("dtype"), help="Type of weights and KV cache.")
+    ] = Dtype.BFLOAT16,
+    kv_cache_memory: Annotated[
+        str | None,
+        typer.Option(
+            "--kv-cache-memory",
+            "--kv-cache-memory-bytes",
+            envvar=_env("kv_cache_memory"),
+            metavar="BYTES",
+            show_default="a fifth of the free memory, at most 4G a worker",
+            help="KV cache of each worker: a number with K, M or G.",
+        ),
+    ] = None,
+    host: Annotated[
+        str, typer.Option("--host", envvar=_env("host"), help="Address to listen on.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option("--port", envvar=_env("port"), help="Port to listen on; 0 takes a free one.")
+    ] = 8000,
+    served_model_name: Annotated[
+        str | None,
+        typer.Option(
+            "--served-model-name",
+            "--alias",
+            envvar=_env("served_model_name"),
+            show_default="the model's",
+            help="The model's id in the API.",
+        ),
+    ] = None,
+    enable_prefix_caching: Annotated[
+        bool,
+        typer.Option(
+            "--enable-prefix-caching/--no-enable-prefix-caching",
+            envvar=_env("enable_prefix_caching"),
+            help="Reuse the KV blocks of equal beginnings of prompts.",
+        ),
+    ] = True,
+    prefill_share: Annotated[
+        float | None,
+        typer.Option(
+            "--prefill-share",
+            envvar=_env("prefill_share"),
+            show_default="1/4",
+            help="Share of the prefill tokens kept for the next requests; 0 is the paper's Algorithm 3.",
+        ),
+    ] = None,
+    drain_timeout: Annotated[
+        float,
+        typer.Option(
+            "--drain-timeout",
+            "--shutdown-timeout",
+            envvar=_env("drain_timeout"),
+            metavar="SECONDS",
+            help="How long running requests may go on after SIGTERM.",
+        ),
+    ] = 30.0,
+    hang_timeout: Annotated[
+        float | None,
+        typer.Option(
+            "--hang-timeout",
+            envvar=_env("hang_timeout"),
+            metavar="SECONDS",
+            show_default="15, or ten times the predicted iteration",
+            help="A worker silent for longer in an iteration is replaced.",
+        ),
+    ] = None,
+    attention_backend: Annotated[
+        str | None,
+        typer.Option(
+            "--attention-backend",
+            envvar=_env("attention_backend"),
+            show_default="the fastest here",
+            help="Attention implementation.",
+        ),
+    ] = None,
+    log_level: Annotated[
+        LogLevel, typer.Option("--log-level", envvar=_env("log_level"), help="Least severe lines to log.")
+    ] = LogLevel.INFO,
+    step_ms: Annotated[
+        float,
+        typer.Option("--step-ms", envvar=_env("step_ms"), hidden=True, help="Scripted workers' iteration."),
+    ] = 5.0,
+) -> None:
+    """Serve MODEL over an OpenAI-compatible HTTP API until a signal."""
+    from .launcher import serve as run_server
+    from .options import ServeOptions, parse_bytes, settle
+
+    options, notes = settle(
+        ServeOptions(
+            model=model,
+            served_model_name=served_model_name,
+            stages=stages,
+            replicas=replicas,
+            token_budget=token_budget,
+            max_num_seqs=max_num_seqs,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            dtype=dtype.value,
+            kv_cache_memory=None if kv_cache_memory is None else parse_bytes(kv_cache_memory),
+            host=host,
+            port=port,
+            prefix_caching=enable_prefix_caching,
+            prefill_share=prefill_share,
+            drain_timeout=drain_timeout,
+            hang_timeout=hang_timeout,
+            attention_backend=attention_backend,
+            log_level=log_level.value,
+            step_ms=step_ms,
+        )
+    )
+    raise typer.Exit(run_server(options, notes))
+
+
+_Url = Annotated[
+    str | None,
+    typer.Option(
+        "--url", envvar="OPENAI_BASE_URL", show_default="http://127.0.0.1:8000/v1", help="A server."
+    ),
+]
+_MaxTokens = Annotated[int | None, typer.Option("--max-tokens", help="Most tokens of the answer.")]
+_Temperature = Annotated[float | None, typer.Option("--temperature", help="0 takes the likeliest token.")]
+_TopP = Annotated[float | None, typer.Option("--top-p", help="Draw from the likeliest with this total.")]
+_Seed = Annotated[int | None, typer.Option("--seed", help="Same seed, same answer.")]
+
+
+@app.command(context_settings=_SETTINGS)
+def generate(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]", help="As for serve: a private server is started. Or the URL of one."
+        ),
+    ] = None,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", show_default="stdin", help="The text to go on from.")
+    ] = None,
+    max_tokens: _MaxTokens = 64,
+    temperature: _Temperature = 0.0,
+    top_p: _TopP = None,
+    seed: _Seed = None,
+    url: Annotated[str | None, typer.Option("--url", help="Use this running server.")] = None,
+    stages: Annotated[int, typer.Option("--stages", "-pp", help="As for serve.")] = 1,
+    dtype: Annotated[Dtype, typer.Option("--dtype", help="As for serve.")] = Dtype.BFLOAT16,
+) -> None:
+    """Complete a prompt and print the answer."""
+    from .generate import run_generate
+    from .openai_http import Draw
+
+    text = sys.stdin.read() if prompt is None else prompt
+    draw = Draw(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    raise typer.Exit(run_generate(model, url, text, draw, stages, dtype.value))
+
+
+@app.command(context_settings=_SETTINGS)
+def chat(
+    url: _Url = None,
+    model: Annotated[str | None, typer.Option("--model", show_default="the server's first")] = None,
+    system: Annotated[str | None, typer.Option("--system", help="The system message.")] = None,
+    max_tokens: _MaxTokens = None,
+    temperature: _Temperature = None,
+    top_p: _TopP = None,
+    seed: _Seed = None,
+) -> None:
+    """Talk with a running server."""
+    from .chat import run_chat
+    from .openai_http import Draw
+
+    draw = Draw(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    raise typer.Exit(run_chat(url, model, system, draw))
+
+
+@app.command(context_settings=_SETTINGS)
+def status(
+    url: _Url = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show whether a running server is ready, and its counters."""
+    from .status import run_status
+
+    raise typer.Exit(run_status(url, as_json))
+
+
+def run() -> None:
+    """The ``evenflow`` command."""
+    from .options import UsageError
+
+    try:
+        app()
+    except UsageError as error:
+        print(f"evenflow: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,157 @@
+"""What ``evenflow serve`` was asked for, checked before anything is started.
+
+``ServeOptions`` is the launcher's whole configuration. ``settle`` turns what the user gave into what will
+run: it refuses what cannot work (``UsageError``, exit code 2) and lowers what is only too large, saying so.
+Units: bytes, seconds, tokens; ``cores`` are those this process may use.
+"""
+
+import os
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+
+#: The model name that starts scripted workers instead of real ones (for tests of the control plane).
+SCRIPTED = "scripted"
+
+GIB = 1 << 30
+#: Share of the free memory that the KV caches of all local workers get by default.
+KV_SHARE = 0.2
+#: No worker takes more KV memory than this unless told.
+KV_CAP = 4 * GIB
+KV_LEAST = 1 << 20
+
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?B)?", re.IGNORECASE)
+_SCALE = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+class UsageError(Exception):
+    """The command line asks for something that cannot be: one sentence, exit code 2."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """Configuration of one launcher. ``None`` means: left to the part that knows better."""
+
+    model: str
+    served_model_name: str | None = None
+    stages: int = 1
+    replicas: int = 1
+    token_budget: int = 256
+    max_num_seqs: int = 256
+    block_size: int = 16
+    max_model_len: int | None = None
+    dtype: str = "bfloat16"
+    #: KV cache bytes of each worker.
+    kv_cache_memory: int | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    prefix_caching: bool = True
+    prefill_share: float | None = None
+    drain_timeout: float = 30.0
+    hang_timeout: float | None = None
+    attention_backend: str | None = None
+    log_level: str = "info"
+    #: Planned duration of an iteration of a scripted worker, in milliseconds.
+    step_ms: float = 5.0
+
+    @property
+    def scripted(self) -> bool:
+        return self.model == SCRIPTED
+
+    @property
+    def workers(self) -> int:
+        return self.stages * self.replicas
+
+
+def parse_bytes(text: str) -> int:
+    """``512M`` → 536870912. Suffixes K, M, G, T are powers of 1024; a bare number is bytes."""
+    match = _BYTES.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(
+            f"--kv-cache-memory {text!r} is not a number of bytes such as 800000000, 512M or 2G."
+        )
+    return int(float(match[1]) * _SCALE[match[2].upper()])
+
+
+def free_memory() -> int:
+    """Bytes that can still be used: of the machine, or of the control group where that is less."""
+    free = psutil.virtual_memory().available
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        if limit != "max":
+            used = int((group / "memory.current").read_text())
+            free = min(free, max(0, int(limit) - used))
+    except (OSError, ValueError):
+        pass  # no control group: the machine's figure stands
+    return free
+
+
+def usable_cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def threads_per_worker(cores: int, workers: int) -> int:
+    """One thread a core at most: oversubscribed parallel regions stall for milliseconds."""
+    return max(1, cores // workers)
+
+
+def default_kv_memory(free: int, workers: int) -> int:
+    return max(KV_LEAST, min(KV_CAP, int(free * KV_SHARE) // workers))
+
+
+def _refuse(options: ServeOptions) -> str | None:
+    """Why ``options`` cannot run, or None."""
+    o = options
+    if o.stages < 1 or o.replicas < 1:
+        return "--stages and --replicas must be at least 1."
+    if o.token_budget < 1:
+        return f"--token-budget {o.token_budget} leaves no iteration anything to run; it must be at least 1."
+    if o.max_num_seqs < 1:
+        return f"--max-num-seqs {o.max_num_seqs} lets no request run; it must be at least 1."
+    if o.max_num_seqs >= 1 << 16:
+        return f"--max-num-seqs {o.max_num_seqs} is too large; at most 65535 sequences run in a replica."
+    if o.block_size < 1 or o.block_size & (o.block_size - 1):
+        return f"--block-size {o.block_size} is not a power of two, such as 8, 16 or 32."
+    if o.block_size > 4096:
+        return f"--block-size {o.block_size} is too large; at most 4096 tokens make a block."
+    if o.max_model_len is not None and o.max_model_len < 2:
+        return f"--max-model-len {o.max_model_len} leaves no room for an answer; it must be at least 2."
+    if o.kv_cache_memory is not None and o.kv_cache_memory < KV_LEAST:
+        return f"--kv-cache-memory {o.kv_cache_memory} is too small; it must be at least 1M."
+    if not 0 <= o.port < 1 << 16:
+        return f"--port {o.port} is not a port; it must be between 0 and 65535."
+    if o.drain_timeout < 0:
+        return f"--drain-timeout {o.drain_timeout:g} is negative."
+    if o.hang_timeout is not None and o.hang_timeout <= 0:
+        return f"--hang-timeout {o.hang_timeout:g} must be more than 0 seconds."
+    if o.prefill_share is not None and not 0 <= o.prefill_share < 1:
+        return f"--prefill-share {o.prefill_share:g} must be at least 0 and less than 1."
+    if o.scripted and o.step_ms < 0:
+        return f"--step-ms {o.step_ms:g} is negative."
+    return None
+
+
+def settle(options: ServeOptions, free: int | None = None) -> tuple[ServeOptions, list[str]]:
+    """The options that will run, and a line for each that was changed. Raises ``UsageError``.
+
+    ``free``: bytes of free memory, asked of the system if None.
+    """
+    refusal = _refuse(options)
+    if refusal is not None:
+        raise UsageError(refusal)
+    notes: list[str] = []
+    # A sequence decodes in one lane, a lane has the whole budget, and a replica has a lane for each stage.
+    runnable = options.token_budget * options.stages
+    if options.max_num_seqs > runnable:
+        notes.append(
+            f"--max-num-seqs {options.max_num_seqs} is lowered to {runnable}: with --token-budget"
+            f" {options.token_budget} and --stages {options.stages} no more sequences can decode at once."
+        )
+        options = replace(options, max_num_seqs=runnable)
+    if options.kv_cache_memory is None:
+        memory = default_kv_memory(free_memory() if free is None else free, options.workers)
+        options = replace(options, kv_cache_memory=memory)
+    return options, notes
