@@ -30,6 +30,8 @@ class SamplingRows:
     seed: NDArray[np.uint64]
     index: NDArray[np.uint32]
     position: Int64
+    #: The boundary between prompt and output: ``position - prompt_len`` is the place of the token in the output.
+    prompt_len: Int64 | None = None
 
 
 @dataclass(slots=True)

@@ -1,0 +1,306 @@
+"""The slot-indexed state of one rank, and the batches derived from it.
+
+A plan is a difference; ``SlotTable`` applies it (release, register, grow, run) and derives what the stage
+computes. Each sequence has *known* tokens (a count: tokens still being sampled are known, since their places
+are) and *computed* tokens (their KV is in the cache). On the first stage *arrived* counts the known tokens
+whose ids are here; it lags behind *known* while a sampled id is on its way from the last stage.
+
+    0 ........ computed ........ arrived ........ known ........ max_len
+      in cache          ids here        being sampled     may come
+
+Called by ``StageExecutor``, in step order. A plan that refers to what does not exist raises ``PlanRefused``;
+the table is then unusable until the next epoch. Work per plan is a fixed number of array operations, except
+that registrations and chunks, which are few, cost a few more each.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..control.wire import BatchPlan, Register, Start
+from ..control.wire.digest import audit_digest, audited, is_audited
+from .batch import Int32, Int64, SamplingRows, StageBatch
+
+_INT32_MAX = (1 << 31) - 1
+
+
+class PlanRefused(Exception):
+    """A plan or an epoch that this rank cannot follow. The text says why and becomes ``Resync.reason``."""
+
+
+class SlotTable:
+    """State of all slots of one rank during one epoch."""
+
+    def __init__(self, start: Start, *, first: bool, last: bool) -> None:
+        slots = start.num_slots
+        self._first = first
+        self._last = last
+        self._num_slots = slots
+        self._num_blocks = start.num_blocks
+        self._block_size = start.block_size
+        self._budget = start.token_budget
+        self._max_model_len = start.max_model_len
+        self._max_blocks = -(-start.max_model_len // start.block_size)
+        self._registered = np.zeros(slots, np.bool_)
+        #: The generation of the last registration, -1 before the first.
+        self._generation = np.full(slots, -1, np.int64)
+        self._computed = np.zeros(slots, np.int64)
+        self._known = np.zeros(slots, np.int64)
+        self._arrived = np.zeros(slots, np.int64)
+        self._prompt_len = np.zeros(slots, np.int64)
+        self._max_len = np.zeros(slots, np.int64)
+        self._min_len = np.zeros(slots, np.int64)
+        # Large and zero: the system commits these pages when they are first written.
+        self._tokens = np.zeros((slots, start.max_model_len), np.uint32)
+        self._table = np.zeros((slots, self._max_blocks), np.int32)
+        self._num_blocks_of = np.zeros(slots, np.int64)
+        self._temperature = np.zeros(slots, np.float32)
+        self._top_k = np.zeros(slots, np.int32)
+        self._top_p = np.ones(slots, np.float32)
+        self._seed = np.zeros(slots, np.uint64)
+        self._index = np.zeros(slots, np.uint32)
+        # As wide as the longest list of stop ids so far; -1 matches no token.
+        self._stop_ids = np.full((slots, 4), -1, np.int64)
+
+    # -- applying a plan -------------------------------------------------------------------------------------
+
+    def apply(self, registers: Sequence[Register], plan: BatchPlan) -> StageBatch:
+        """Apply a plan and derive its batch, without input ids (``fill_inputs``). Raises ``PlanRefused``."""
+        self._release(self._slots_of(plan.released, "released"))
+        for register in registers:
+            self._register(register)
+        self._grow(self._slots_of(plan.grow_slots, "grow_slots"), _words(plan.grow_blocks, "grow_blocks"))
+        return self._run(plan)
+
+    def _slots_of(self, buffer: bytes, field: str) -> NDArray[np.int64]:
+        if len(buffer) % 2:
+            raise PlanRefused(f"{field}: {len(buffer)} bytes are no list of slots")
+        slots = np.frombuffer(buffer, "<u2").astype(np.int64)
+        if len(slots) and slots.max() >= self._num_slots:
+            raise PlanRefused(f"{field}: slot {slots.max()} of {self._num_slots}")
+        return slots
+
+    def _require_registered(self, slots: NDArray[np.int64], field: str) -> None:
+        known = self._registered[slots]
+        if not known.all():
+            raise PlanRefused(f"{field}: slot {slots[~known][0]} is not registered")
+
+    def _release(self, slots: NDArray[np.int64]) -> None:
+        if not len(slots):
+            return
+        self._require_registered(slots, "released")
+        self._registered[slots] = False
+
+    def _register(self, message: Register) -> None:
+        slot = message.slot
+        name = f"register of slot {slot}"
+        if slot >= self._num_slots:
+            raise PlanRefused(f"{name}: there are {self._num_slots} slots")
+        if self._registered[slot]:
+            raise PlanRefused(f"{name}: it is still registered (generation {self._generation[slot]})")
+        if message.generation <= self._generation[slot]:
+            raise PlanRefused(f"{name}: generation {message.generation} after {self._generation[slot]}")
+        tokens = _words(message.tokens, name)
+        blocks = _words(message.blocks, name)
+        known = len(tokens)
+        if not message.computed < known <= message.max_len <= self._max_model_len:
+            raise PlanRefused(
+                f"{name}: computed {message.computed} < known {known} <= max_len {message.max_len}"
+                f" <= {self._max_model_len} does not hold"
+            )
+        if message.prompt_len > known:
+            raise PlanRefused(f"{name}: prompt of {message.prompt_len} in {known} tokens")
+        if len(blocks) > self._max_blocks or len(blocks) * self._block_size < message.computed:
+            raise PlanRefused(f"{name}: {len(blocks)} blocks for {message.computed} computed tokens")
+        if len(blocks) and blocks.max() >= self._num_blocks:
+            raise PlanRefused(f"{name}: block {blocks.max()} of {self._num_blocks}")
+        self._table[slot, len(blocks) : self._num_blocks_of[slot]] = 0
+        self._table[slot, : len(blocks)] = blocks
+        self._num_blocks_of[slot] = len(blocks)
+        self._tokens[slot, :known] = tokens
+        self._registered[slot] = True
+        self._generation[slot] = message.generation
+        self._computed[slot] = message.computed
+        self._known[slot] = self._arrived[slot] = known
+        self._prompt_len[slot] = message.prompt_len
+        self._max_len[slot] = message.max_len
+        self._min_len[slot] = message.min_len
+        self._set_sampling(slot, message)
+
+    def _set_sampling(self, slot: int, message: Register) -> None:
+        sampling = message.sampling
+        self._temperature[slot] = sampling.temperature
+        self._top_k[slot] = min(sampling.top_k, _INT32_MAX)
+        self._top_p[slot] = sampling.top_p
+        self._seed[slot] = sampling.seed
+        self._index[slot] = sampling.index
+        stops = message.stop_ids
+        width = self._stop_ids.shape[1]
+        if len(stops) > width:
+            wider = np.full((self._num_slots, len(stops)), -1, np.int64)
+            wider[:, :width] = self._stop_ids
+            self._stop_ids = wider
+        self._stop_ids[slot] = -1
+        self._stop_ids[slot, : len(stops)] = stops
+
+    def _grow(self, slots: NDArray[np.int64], blocks: NDArray[np.uint32]) -> None:
+        if len(slots) != len(blocks):
+            raise PlanRefused(f"growth: {len(slots)} slots and {len(blocks)} blocks")
+        if not len(slots):
+            return
+        self._require_registered(slots, "grow_slots")
+        if len(np.unique(slots)) != len(slots):
+            raise PlanRefused("growth: a slot grows twice")
+        if blocks.max() >= self._num_blocks:
+            raise PlanRefused(f"growth: block {blocks.max()} of {self._num_blocks}")
+        ends = self._num_blocks_of[slots]
+        if ends.max() >= self._max_blocks:
+            raise PlanRefused(f"growth: slot {slots[ends.argmax()]} has {ends.max()} blocks, the most there can be")
+        self._table[slots, ends] = blocks
+        self._num_blocks_of[slots] = ends + 1
+
+    # -- deriving the batch ----------------------------------------------------------------------------------
+
+    def _rows(self, plan: BatchPlan) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+        """Slots and query lengths of all rows, and how many of them decode."""
+        bits = np.unpackbits(np.frombuffer(plan.decodes, np.uint8), bitorder="little")
+        decodes = np.flatnonzero(bits)
+        if len(decodes) and decodes[-1] >= self._num_slots:
+            raise PlanRefused(f"decodes: slot {decodes[-1]} of {self._num_slots}")
+        chunks = self._slots_of(plan.chunk_slots, "chunk_slots")
+        lengths = _words(plan.chunk_tokens, "chunk_tokens").astype(np.int64)
+        if len(chunks) != len(lengths):
+            raise PlanRefused(f"chunks: {len(chunks)} slots and {len(lengths)} lengths")
+        if not len(chunks):
+            return decodes, np.ones(len(decodes), np.int64), len(decodes)
+        if not lengths.all():
+            raise PlanRefused(f"chunk of slot {chunks[lengths.argmin()]} is empty")
+        order = np.argsort(chunks)
+        slots = np.concatenate((decodes, chunks[order]))
+        if len(np.unique(slots)) != len(slots):
+            raise PlanRefused("a slot has two rows")
+        return slots, np.concatenate((np.ones(len(decodes), np.int64), lengths[order])), len(decodes)
+
+    def _run(self, plan: BatchPlan) -> StageBatch:
+        slots, queries, num_decodes = self._rows(plan)
+        self._require_registered(slots, "rows")
+        before = self._computed[slots]
+        after = before + queries
+        known = self._known[slots]
+        cu_q = np.zeros(len(slots) + 1, np.int32)
+        np.cumsum(queries, out=cu_q[1:])
+        total = int(cu_q[-1])
+        if total > self._budget:
+            raise PlanRefused(f"{total} tokens with a budget of {self._budget}")
+        samples = after == known
+        self._check_rows(slots, after, known, samples, num_decodes)
+
+        positions = np.arange(total, dtype=np.int64) + np.repeat(before - cu_q[:-1], queries)
+        block_of, offset = np.divmod(positions, self._block_size)
+        write = self._table[np.repeat(slots, queries), block_of].astype(np.int64) * self._block_size + offset
+        width = int(-(-after.max() // self._block_size)) if len(slots) else 0
+        sampling = self._sampling(np.flatnonzero(samples), slots[samples], known[samples]) if self._last else None
+        self._computed[slots] = after
+        self._known[slots] = known + samples
+        return StageBatch(
+            step=plan.step,
+            lane=plan.lane,
+            slots=slots.astype(np.int32),
+            num_decodes=num_decodes,
+            cu_q=cu_q,
+            positions=positions,
+            kv_len=after.astype(np.int32),
+            block_table=self._table[slots, :width],
+            write=write,
+            ids=None,
+            sampling=sampling,
+        )
+
+    def _check_rows(
+        self,
+        slots: NDArray[np.int64],
+        after: NDArray[np.int64],
+        known: NDArray[np.int64],
+        samples: NDArray[np.bool_],
+        num_decodes: int,
+    ) -> None:
+        if (bad := after > known).any():
+            row = bad.argmax()
+            raise PlanRefused(f"slot {slots[row]}: to {after[row]} tokens, {known[row]} are known")
+        if not samples[:num_decodes].all():
+            row = samples[:num_decodes].argmin()
+            raise PlanRefused(f"slot {slots[row]} decodes at {after[row] - 1}, {known[row]} tokens are known")
+        if (bad := after > self._num_blocks_of[slots] * self._block_size).any():
+            row = bad.argmax()
+            blocks = self._num_blocks_of[slots[row]]
+            raise PlanRefused(f"slot {slots[row]}: {after[row]} tokens past its {blocks} blocks")
+        if (bad := samples & (known >= self._max_len[slots])).any():
+            row = bad.argmax()
+            raise PlanRefused(f"slot {slots[row]} would sample past its {known[row]} tokens, its maximum")
+
+    def _sampling(
+        self, rows: NDArray[np.int64], slots: NDArray[np.int64], position: NDArray[np.int64]
+    ) -> SamplingRows:
+        return SamplingRows(
+            rows=rows.astype(np.int32),
+            temperature=self._temperature[slots],
+            top_k=self._top_k[slots],
+            top_p=self._top_p[slots],
+            seed=self._seed[slots],
+            index=self._index[slots],
+            position=position,
+            prompt_len=self._prompt_len[slots],
+        )
+
+    # -- ids in and out --------------------------------------------------------------------------------------
+
+    def inputs_arrived(self, batch: StageBatch) -> bool:
+        """First stage: whether every row's input ids are here. A row in doubt is one whose id is being
+        sampled.
+        """
+        return bool((self._arrived[batch.slots] >= batch.kv_len).all())
+
+    def fill_inputs(self, batch: StageBatch) -> None:
+        """First stage: set ``batch.ids``; only when ``inputs_arrived``."""
+        queries = np.diff(batch.cu_q)
+        batch.ids = self._tokens[np.repeat(batch.slots, queries), batch.positions].astype(np.int64)
+
+    def append(self, slots: Int64, generations: Int64, ids: Int64) -> None:
+        """First stage: take ids that the last stage sampled, one a slot. Those of an older registration are
+        dropped.
+        """
+        current = self._registered[slots] & (self._generation[slots] == generations)
+        slots, ids = slots[current], ids[current]
+        ends = self._arrived[slots]
+        self._tokens[slots, ends] = ids
+        self._arrived[slots] = ends + 1
+
+    def generations(self, slots: Int32 | Int64) -> Int64:
+        return self._generation[slots]
+
+    def stopped(self, slots: Int64, ids: Int64, position: Int64) -> Int64:
+        """Those of ``slots`` whose sampled id is one of their stop ids and not too early."""
+        hits = (self._stop_ids[slots] == ids[:, None]).any(axis=1) & (position + 1 >= self._min_len[slots])
+        return slots[hits]
+
+    def digest(self, step: int) -> int | None:
+        """The checksum of the slots that ``step`` audits, None where it audits none. Call between two plans."""
+        if not is_audited(step):
+            return None
+        return audit_digest(
+            (
+                slot,
+                int(self._generation[slot]),
+                int(self._computed[slot]),
+                self._table[slot, : self._num_blocks_of[slot]].astype("<u4").tobytes(),
+            )
+            for slot in audited(step, self._num_slots)
+            if self._registered[slot]
+        )
+
+
+def _words(buffer: bytes, field: str) -> NDArray[np.uint32]:
+    if len(buffer) % 4:
+        raise PlanRefused(f"{field}: {len(buffer)} bytes are no list of u32")
+    return np.frombuffer(buffer, "<u4")
