@@ -1,0 +1,1 @@
+"""Model architectures: configuration and the computation of one pipeline stage."""

@@ -1,0 +1,163 @@
+"""Runs one stage of a real model: turns a stage batch into hidden states or sampled ids.
+
+Made by a worker (``load_runner``) and called once an iteration, in step order. Owns the stage's weights and its KV
+cache; knows nothing of plans. Memory is taken at start, from a figure in bytes, and checked there.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..kernels.attention import AttentionBackend, AttnBatch, ReferenceAttention, kv_bytes_per_token
+from ..kernels.linear import padded_rows
+from ..kernels.sampling import SamplingParams, sample
+from .batch import ModelInfo, SamplingRows, StageBatch
+from .models.config import ModelError
+from .models.llama import LlamaStage
+from .weights import ModelSource, open_model
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"reference": ReferenceAttention}
+
+
+class ModelRunner:
+    """``dataplane.batch.Runner`` for a Llama-family stage on the CPU."""
+
+    def __init__(
+        self,
+        source: ModelSource,
+        stage: int,
+        stages: int,
+        *,
+        dtype: str = "bfloat16",
+        block_size: int = 16,
+        kv_memory: int = 1 << 30,
+        attention: str = "reference",
+        poison: bool = False,
+    ) -> None:
+        if dtype not in DTYPES:
+            raise ModelError(f"dtype {dtype} is not supported; supported: {', '.join(DTYPES)}")
+        if attention not in BACKENDS:
+            raise ModelError(f"attention backend {attention} is not known; known: {', '.join(BACKENDS)}")
+        self._dtype = DTYPES[dtype]
+        config = source.config
+        with torch.inference_mode():
+            self._stage = LlamaStage(source, stage, stages, self._dtype)
+        layers = len(self._stage.layers)
+        block_bytes = block_size * kv_bytes_per_token(layers, config.kv_heads, config.head_dim, self._dtype)
+        # One block more than is offered is the backend's, which reads zeros from it.
+        num_blocks = kv_memory // block_bytes - 1
+        if num_blocks < 1:
+            raise ModelError(
+                f"{kv_memory} bytes of KV memory do not hold two blocks of {block_size} tokens "
+                f"({block_bytes} bytes each); raise the KV memory or lower the block size"
+            )
+        self._backend = BACKENDS[attention]()
+        self._cache = self._backend.allocate(
+            layers, num_blocks, block_size, config.kv_heads, config.head_dim, self._dtype
+        )
+        if poison:
+            self._backend.poison(self._cache)
+        self._info = ModelInfo(
+            name=source.name,
+            eos_ids=source.eos_ids,
+            vocab_size=config.vocab_size,
+            max_model_len=min(config.max_len, num_blocks * block_size),
+            block_size=block_size,
+            num_blocks=num_blocks,
+            hidden_bytes=config.hidden_size * self._dtype.itemsize,
+        )
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._info
+
+    def start(self, num_blocks: int) -> None:
+        """Nothing to prepare: blocks are addressed by id, and every block is written before it is read."""
+        if num_blocks > self._info.num_blocks:
+            raise ValueError(f"{num_blocks} blocks are more than the {self._info.num_blocks} of this runner")
+
+    @torch.inference_mode()
+    def run(self, batch: StageBatch, hidden: NDArray[np.uint8] | None) -> NDArray[Any]:
+        """Compute the stage; see ``dataplane.batch.Runner``."""
+        tokens = batch.num_tokens
+        x = self._input(batch, hidden)
+        positions = torch.zeros(len(x), dtype=torch.int64)
+        positions.numpy()[:tokens] = batch.positions
+        plan = self._backend.plan(
+            AttnBatch(
+                cu_q=_tensor(batch.cu_q),
+                kv_len=_tensor(batch.kv_len),
+                block_table=_tensor(batch.block_table),
+                slot=_tensor(batch.write),
+                num_decodes=batch.num_decodes,
+            ),
+            self._cache,
+        )
+        x = self._stage.forward(x, positions, self._cache, self._backend, plan)
+        if not self._stage.is_last:
+            return x[:tokens].view(torch.uint8).numpy()
+        if batch.sampling is None or not len(batch.sampling.rows):
+            return np.empty(0, np.int64)
+        # A row samples from its last token.
+        last = batch.cu_q[batch.sampling.rows.astype(np.int64) + 1].astype(np.int64) - 1
+        return sample(self._stage.logits(x, torch.from_numpy(last)), _params(batch.sampling))
+
+    def _input(self, batch: StageBatch, hidden: NDArray[np.uint8] | None) -> Tensor:
+        """The residual stream that enters the stage, with zero rows up to the padded count."""
+        tokens = batch.num_tokens
+        x = torch.zeros(padded_rows(tokens), self._stage.config.hidden_size, dtype=self._dtype)
+        if self._stage.is_first:
+            if batch.ids is None:
+                raise ValueError("the first stage needs token ids")
+            x[:tokens] = self._stage.embed(_tensor(batch.ids))
+            return x
+        if hidden is None or hidden.shape != (tokens, self._info.hidden_bytes):
+            shape = None if hidden is None else hidden.shape
+            raise ValueError(f"hidden states of shape {shape} came for {tokens} tokens of this stage")
+        x.view(torch.uint8).numpy()[:tokens] = hidden
+        return x
+
+
+def load_runner(
+    model: str,
+    stage: int = 0,
+    stages: int = 1,
+    *,
+    dtype: str = "bfloat16",
+    block_size: int = 16,
+    kv_memory: int = 1 << 30,
+    threads: int | None = None,
+    attention: str = "reference",
+    poison: bool = False,
+) -> ModelRunner:
+    """Open ``model`` (a path or a packaged model's name) and build the runner of one stage.
+
+    ``threads`` sets torch's thread count for the whole process. Raises ``ModelError`` with one sentence for the user.
+    """
+    if threads is not None:
+        torch.set_num_threads(threads)
+    return ModelRunner(
+        open_model(model),
+        stage,
+        stages,
+        dtype=dtype,
+        block_size=block_size,
+        kv_memory=kv_memory,
+        attention=attention,
+        poison=poison,
+    )
+
+
+def _tensor(array: NDArray[Any]) -> Tensor:
+    """A tensor over a copy: the slot table's arrays may be read-only or reused."""
+    return torch.from_numpy(np.array(array))
+
+
+def _params(rows: SamplingRows) -> list[SamplingParams]:
+    columns = (rows.temperature, rows.top_k, rows.top_p, rows.seed, rows.index, rows.position)
+    return [SamplingParams(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]

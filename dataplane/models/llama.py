@@ -1,0 +1,112 @@
+"""One pipeline stage of a Llama-family decoder.
+
+Built once from a model source, called once an iteration by ``model_runner``. The residual stream is kept in the
+model's type between layers and stages, so a model's bits do not depend on how its layers are split; inside a layer
+values have the compute type (``kernels.linear.compute_dtype``). All row counts are padded (``padded_rows``).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...kernels.attention import AttentionBackend, KVCache
+from ...kernels.linear import Linear, compute_dtype, padded_rows
+from ...kernels.norm import rms_norm, silu_mul
+from ...kernels.rope import apply_rope, rope_table
+from ..weights.source import ModelSource
+from .config import EMBEDDING, FINAL_NORM, HEAD, ModelError, split_layers, tensor_shapes
+
+
+@dataclass(slots=True)
+class _Layer:
+    attention_norm: Tensor
+    qkv: Linear
+    output: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class LlamaStage:
+    """The layers of one stage, with the embedding on the first and the head on the last."""
+
+    def __init__(self, source: ModelSource, stage: int, stages: int, dtype: torch.dtype) -> None:
+        self.config = source.config
+        self.dtype = dtype
+        self.layers = split_layers(self.config.layers, stages)[stage]
+        self.is_first, self.is_last = stage == 0, stage == stages - 1
+        self._compute = compute_dtype(dtype)
+        self._source = source
+        self._cos, self._sin = rope_table(self.config.head_dim, self.config.rope_theta, self.config.max_len)
+        self._embedding = self._tensor(EMBEDDING) if self.is_first else None
+        self._layers = [self._layer(index) for index in self.layers]
+        self._norm: Tensor | None = None
+        self._head: Linear | None = None
+        if self.is_last:
+            self._norm = self._tensor(FINAL_NORM).to(torch.float32)
+            tied = self.config.tied
+            if tied and self._embedding is not None:
+                self._head = Linear(self._embedding.to(self._compute))
+            else:
+                self._head = self._linear(EMBEDDING if tied else HEAD)
+
+    def _tensor(self, name: str) -> Tensor:
+        tensor = self._source.load(name)
+        shape = tensor_shapes(self.config)[name]
+        if tuple(tensor.shape) != shape:
+            raise ModelError(f"tensor {name} has shape {tuple(tensor.shape)}, the model needs {shape}")
+        tensor = tensor.to(self.dtype)
+        if not bool(torch.isfinite(tensor).all()):
+            raise ModelError(f"tensor {name} of {self._source.name} holds values that are not finite in {self.dtype}")
+        return tensor
+
+    def _linear(self, *names: str) -> Linear:
+        """One layer for the rows of all of ``names``, one below the other."""
+        return Linear(torch.cat([self._tensor(name) for name in names]).to(self._compute))
+
+    def _layer(self, index: int) -> _Layer:
+        prefix = f"model.layers.{index}."
+        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        return _Layer(
+            attention_norm=self._tensor(prefix + "input_layernorm.weight").to(torch.float32),
+            qkv=self._linear(*(f"{attention}{part}_proj.weight" for part in "qkv")),
+            output=self._linear(attention + "o_proj.weight"),
+            mlp_norm=self._tensor(prefix + "post_attention_layernorm.weight").to(torch.float32),
+            gate_up=self._linear(mlp + "gate_proj.weight", mlp + "up_proj.weight"),
+            down=self._linear(mlp + "down_proj.weight"),
+        )
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Residual stream of the first stage, [T, hidden]."""
+        if self._embedding is None:
+            raise RuntimeError("only the first stage embeds token ids")
+        return self._embedding[ids]
+
+    def forward(self, x: Tensor, positions: Tensor, cache: KVCache, backend: AttentionBackend, plan: Any) -> Tensor:
+        """Run this stage's layers over the residual stream ``x`` [padded T, hidden], which is overwritten."""
+        config = self.config
+        rows, heads, kv_heads = len(x), config.heads, config.kv_heads
+        cos, sin = self._cos[positions], self._sin[positions]
+        scale = config.head_dim**-0.5
+        attended = torch.zeros(rows, heads, config.head_dim, dtype=self._compute)
+        for index, layer in enumerate(self._layers):
+            normed = rms_norm(x, layer.attention_norm, config.norm_eps, self._compute)
+            qkv = layer.qkv(normed).view(rows, heads + 2 * kv_heads, config.head_dim)
+            rotated = apply_rope(qkv[:, : heads + kv_heads], cos, sin)
+            backend.write_kv(rotated[:, heads:], qkv[:, heads + kv_heads :], cache, index, plan)
+            backend.attend(rotated[:, :heads], cache, index, plan, attended, scale)
+            x.add_(layer.output(attended.view(rows, -1)))
+            normed = rms_norm(x, layer.mlp_norm, config.norm_eps, self._compute)
+            x.add_(layer.down(silu_mul(layer.gate_up(normed))))
+        return x
+
+    def logits(self, x: Tensor, rows: Tensor) -> Tensor:
+        """float32[len(rows), vocabulary] of the last stage for these rows of its residual stream."""
+        if self._norm is None or self._head is None:
+            raise RuntimeError("only the last stage has a head")
+        selected = x.new_zeros(padded_rows(len(rows)), self.config.hidden_size)
+        selected[: len(rows)] = x[rows]
+        normed = rms_norm(selected, self._norm, self.config.norm_eps, self._compute)
+        return self._head(normed)[: len(rows)].to(torch.float32)
