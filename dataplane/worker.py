@@ -1,0 +1,296 @@
+"""The worker process around a ``StageExecutor``: one thread, one poll loop, three kinds of socket.
+
+It dials the control process, says what it is and has, and then does what it is told: ``Start`` begins an
+epoch (slots are dropped, links made anew), plans run in order as their inputs come, ``Redial`` asks for
+another hello, ``Quit`` and SIGTERM end it after the running iteration. What it cannot follow it answers with
+``Resync`` and then ignores plans until the next ``Start``. A malformed frame never ends it; an exception
+inside an iteration does, with code 1.
+
+After an iteration: hidden states or sampled ids go out first, since another stage waits for them; then the
+socket is emptied, so that a plan which was already waiting is known to have been; then the result goes to
+control. Times are microseconds of ``time.monotonic_ns``.
+"""
+
+import argparse
+import contextlib
+import gc
+import logging
+import os
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from types import FrameType
+
+import zmq
+
+from ..control.wire import (
+    BatchPlan,
+    Heartbeat,
+    Quit,
+    Redial,
+    Register,
+    Resync,
+    Start,
+    Started,
+    ToWorker,
+    WireError,
+    decode_to_worker,
+    encode,
+)
+from ..control.wire.lifeline import ParentGone, die_with_parent
+from ..control.wire.sockets import close_context, dial_dealer, new_context
+from .batch import Runner
+from .executor import Limits, StageExecutor
+from .links import LinkBroken, StageLinks
+from .slots import PlanRefused
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_US = 1_000_000
+#: At most one line about malformed frames in this time.
+_COMPLAINT_US = 1_000_000
+
+
+def now_us() -> int:
+    return time.monotonic_ns() // 1000
+
+
+class Worker:
+    """One rank, from its hello to its end."""
+
+    def __init__(self, runner: Runner, connect: str, replica: int, stage: int, stages: int, limits: Limits) -> None:
+        self._executor = StageExecutor(runner, stage, stages, limits)
+        self._replica = replica
+        self._links: StageLinks | None = None
+        self._context = new_context()
+        identity = f"worker-{replica}-{stage}-{os.getpid()}".encode()
+        self._control = dial_dealer(self._context, connect, identity=identity)
+        self._poller = zmq.Poller()
+        self._poller.register(self._control, zmq.POLLIN)
+        #: Messages taken from the socket and not yet handled, with the time at which they were there.
+        self._inbox: deque[tuple[list[bytes], int]] = deque()
+        self._ended_us = now_us()
+        self._beat_us = self._ended_us + HEARTBEAT_US
+        self._complaint_us = 0
+        self._stopping = False
+
+    def stop(self) -> None:
+        """End after the running iteration. Safe in a signal handler."""
+        self._stopping = True
+
+    def run(self, wake: int | None = None) -> int:
+        """Serve until told to stop. Returns the exit code. ``wake``: a descriptor whose input ends a wait."""
+        if wake is not None:
+            self._poller.register(wake, zmq.POLLIN)
+        try:
+            self._hello()
+            while not self._stopping:
+                self._turn()
+        except Exception:
+            log.exception("the worker fails at step %d of epoch %d", self._executor.expected, self._executor.epoch)
+            return 1
+        finally:
+            self._leave()
+            close_context(self._context)
+        return 0
+
+    def _turn(self) -> None:
+        ready = self._ready()
+        left_us = self._beat_us - now_us()
+        self._poller.poll(0 if ready else max(0, -(-left_us // 1000)))
+        self._receive(now_us())
+        self._handle_inbox()
+        if not self._stopping and self._ready():
+            self._iterate()
+        if now_us() >= self._beat_us:
+            self._send(Heartbeat(epoch=self._executor.epoch))
+
+    # -- control ---------------------------------------------------------------------------------------------
+
+    def _send(self, message: object) -> None:
+        self._beat_us = now_us() + HEARTBEAT_US
+        # Full only when control has been away for an hour: whoever comes then asks for a hello.
+        with contextlib.suppress(zmq.Again):
+            self._control.send(encode(message), zmq.NOBLOCK)
+
+    def _hello(self) -> None:
+        self._send(self._executor.hello(self._replica, os.getpid()))
+
+    def _receive(self, stamp_us: int) -> None:
+        """Take all messages from control's socket; they were there at ``stamp_us``."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self._inbox.append((self._control.recv_multipart(zmq.NOBLOCK), stamp_us))
+
+    def _handle_inbox(self) -> None:
+        while self._inbox and not self._stopping:
+            frames, received_us = self._inbox.popleft()
+            try:
+                messages = [decode_to_worker(frame) for frame in frames]
+            except WireError as error:
+                self._complain(f"not a message: {error}")
+                continue
+            if isinstance(messages[-1], BatchPlan | Register):
+                try:
+                    self._executor.accept_messages(messages, received_us)
+                except PlanRefused as error:
+                    self._resync(str(error))
+            elif len(messages) == 1:
+                self._handle(messages[0])
+            else:
+                self._complain(f"{len(messages)} frames that are no plan")
+
+    def _handle(self, message: ToWorker) -> None:
+        if isinstance(message, Start):
+            self._start(message)
+        elif isinstance(message, Redial):
+            log.info("control does not know this worker: it says hello again")
+            self._leave()
+            self._hello()
+        elif isinstance(message, Quit):
+            log.info("told to quit: %s", message.reason or "no reason given")
+            self._stopping = True
+        elif not isinstance(message, Heartbeat):
+            self._complain(f"a worker has no use for {type(message).__name__}")
+
+    def _start(self, start: Start) -> None:
+        self._leave()
+        try:
+            self._executor.start(start)
+            width = self._executor.runner.info.hidden_bytes
+            self._links = StageLinks(self._context, start, self._executor.stage, width)
+        except (PlanRefused, OSError) as error:
+            self._executor.refuse()
+            self._resync(str(error))
+            return
+        if self._links.inbound is not None:
+            self._poller.register(self._links.inbound, zmq.POLLIN)
+        self._ended_us = now_us()
+        log.info("epoch %d begins: %d blocks, budget %d", start.epoch, start.num_blocks, start.token_budget)
+        self._send(Started(epoch=start.epoch))
+
+    def _leave(self) -> None:
+        self._executor.stop()
+        if self._links is None:
+            return
+        if self._links.inbound is not None:
+            self._poller.unregister(self._links.inbound)
+        self._links.close()
+        self._links = None
+
+    def _resync(self, reason: str) -> None:
+        log.warning("resync at step %d of epoch %d: %s", self._executor.expected, self._executor.epoch, reason)
+        self._send(Resync(epoch=self._executor.epoch, expected=self._executor.expected, reason=reason[:4096]))
+
+    def _complain(self, reason: str) -> None:
+        """A frame from control made no sense. A plan may have been lost with it, so an epoch cannot go on."""
+        if self._executor.epoch and not self._executor.refused:
+            self._executor.refuse()
+            self._resync(reason)
+        elif now_us() >= self._complaint_us:
+            self._complaint_us = now_us() + _COMPLAINT_US
+            self._resync(reason)
+
+    # -- iterations ------------------------------------------------------------------------------------------
+
+    def _ready(self) -> bool:
+        """Take in what other stages sent; whether the oldest plan can run."""
+        links, executor = self._links, self._executor
+        if links is None:
+            return False
+        try:
+            links.drain()
+            while (sampled := links.take_ids()) is not None:
+                executor.take_ids(sampled)
+            return executor.can_run(links.has_hidden(executor.awaited_step()))
+        except (PlanRefused, LinkBroken) as error:
+            self._break(error)
+            return False
+
+    def _break(self, error: Exception) -> None:
+        executor = self._executor
+        executor.refuse()
+        self._resync(str(error))
+        if self._links is not None and self._links.inbound is not None:
+            self._poller.unregister(self._links.inbound)
+            self._links.close()
+        self._links = None
+
+    def _iterate(self) -> None:
+        links, executor = self._links, self._executor
+        assert links is not None
+        started_us = now_us()
+        needs_hidden = executor.awaited_step() is not None
+        outcome = executor.execute(links.hidden() if needs_hidden else None)
+        ended_us = now_us()
+        try:
+            if outcome.hidden is not None:
+                links.send_hidden(outcome.step, outcome.hidden)
+            elif outcome.sampled is not None and not executor.first:
+                links.send_ids(outcome.sampled)
+        except LinkBroken as error:
+            self._break(error)
+            return
+        if needs_hidden:
+            links.finish_hidden()
+        self._receive(ended_us)
+        idle_us = max(0, started_us - self._ended_us)
+        starved_us = min(idle_us, max(0, outcome.received_us - self._ended_us))
+        self._ended_us = ended_us
+        self._send(outcome.result(started_us, ended_us, idle_us, starved_us))
+
+
+# -- the process ---------------------------------------------------------------------------------------------
+
+
+def add_worker_arguments(parser: argparse.ArgumentParser) -> None:
+    """What every worker is told on its command line, whatever it computes with."""
+    limits = Limits()
+    parser.add_argument("--connect", required=True, help="endpoint of the control process for workers")
+    parser.add_argument("--replica", type=int, default=0)
+    parser.add_argument("--stage", type=int, default=0)
+    parser.add_argument("--stages", type=int, default=1)
+    parser.add_argument("--block-size", type=int, default=16, help="tokens of a KV block")
+    parser.add_argument("--max-tokens", type=int, default=limits.max_tokens, help="most tokens of an iteration")
+    parser.add_argument("--max-slots", type=int, default=limits.num_slots, help="most sequences at a time")
+    parser.add_argument("--parent", type=int, default=None, help="process id of the parent that starts this")
+
+
+def run_worker(arguments: argparse.Namespace, load: Callable[[], Runner]) -> int:
+    """The life of a worker process: load, dial, serve. Returns its exit code."""
+    name = f"worker {arguments.replica}.{arguments.stage}"
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format=f"%(asctime)s %(levelname)s {name}: %(message)s", force=True
+    )
+    with contextlib.suppress(ImportError):
+        from setproctitle import setproctitle
+
+        setproctitle(f"evenflow {name}")
+    try:
+        die_with_parent(arguments.parent)
+    except ParentGone as error:
+        log.error("%s", error)
+        return 1
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _exit_at_once)
+    try:
+        runner = load()
+        limits = Limits(max_tokens=arguments.max_tokens, num_slots=arguments.max_slots)
+        worker = Worker(runner, arguments.connect, arguments.replica, arguments.stage, arguments.stages, limits)
+    except (OSError, ValueError, MemoryError) as error:
+        log.error("cannot start: %s", error or type(error).__name__)
+        return 1
+    wake, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+    signal.signal(signal.SIGTERM, lambda _number, _frame: worker.stop())
+    # What was loaded lives as long as the process: the collector need not look at it again and again.
+    gc.collect()
+    gc.freeze()
+    log.info("dials %s", arguments.connect)
+    return worker.run(wake)
+
+
+def _exit_at_once(_number: int, _frame: FrameType | None) -> None:
+    raise SystemExit(0)
