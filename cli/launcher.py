@@ -115,9 +115,7 @@ class _Launch:
                 loop.add_signal_handler(number, signals.put_nowait, number)
         context = zmq.asyncio.Context(1)
         supervisor = Supervisor(self._plan, self._output.say, lambda *death: link.report(*death))
-        link = ControlLink(
-            context, self._run_dir.workers_endpoint, supervisor.kill_worker, supervisor.give_up
-        )
+        link = ControlLink(context, self._run_dir.workers_endpoint, supervisor.kill_worker, supervisor.give_up)
         tasks = [
             asyncio.ensure_future(link.run()),
             asyncio.ensure_future(self._watch_start(context, supervisor)),

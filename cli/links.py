@@ -96,9 +96,7 @@ class ControlLink:
             await _send(self._dealer, Heartbeat())
 
 
-async def await_ready(
-    context: zmq.asyncio.Context, endpoint: str, on_welcome: Callable[[Welcome], None]
-) -> Welcome:
+async def await_ready(context: zmq.asyncio.Context, endpoint: str, on_welcome: Callable[[Welcome], None]) -> Welcome:
     """The first ``Welcome`` that says ready; ``on_welcome`` is called for each. Waits without limit."""
     dealer = _dial(context, endpoint)
     hello = ClientHello(version=PROTOCOL_VERSION, name="launcher")

@@ -141,9 +141,7 @@ def serve(
             help="KV cache of each worker: a number with K, M or G.",
         ),
     ] = None,
-    host: Annotated[
-        str, typer.Option("--host", envvar=_env("host"), help="Address to listen on.")
-    ] = "127.0.0.1",
+    host: Annotated[str, typer.Option("--host", envvar=_env("host"), help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
         int, typer.Option("--port", envvar=_env("port"), help="Port to listen on; 0 takes a free one.")
     ] = 8000,
@@ -243,9 +241,7 @@ def serve(
 
 _Url = Annotated[
     str | None,
-    typer.Option(
-        "--url", envvar="OPENAI_BASE_URL", show_default="http://127.0.0.1:8000/v1", help="A server."
-    ),
+    typer.Option("--url", envvar="OPENAI_BASE_URL", show_default="http://127.0.0.1:8000/v1", help="A server."),
 ]
 _MaxTokens = Annotated[int | None, typer.Option("--max-tokens", help="Most tokens of the answer.")]
 _Temperature = Annotated[float | None, typer.Option("--temperature", help="0 takes the likeliest token.")]
@@ -257,9 +253,7 @@ _Seed = Annotated[int | None, typer.Option("--seed", help="Same seed, same answe
 def generate(
     model: Annotated[
         str | None,
-        typer.Argument(
-            metavar="[MODEL]", help="As for serve: a private server is started. Or the URL of one."
-        ),
+        typer.Argument(metavar="[MODEL]", help="As for serve: a private server is started. Or the URL of one."),
     ] = None,
     prompt: Annotated[
         str | None, typer.Option("--prompt", "-p", show_default="stdin", help="The text to go on from.")

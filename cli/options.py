@@ -69,9 +69,7 @@ def parse_bytes(text: str) -> int:
     """``512M`` → 536870912. Suffixes K, M, G, T are powers of 1024; a bare number is bytes."""
     match = _BYTES.fullmatch(text.strip())
     if match is None:
-        raise UsageError(
-            f"--kv-cache-memory {text!r} is not a number of bytes such as 800000000, 512M or 2G."
-        )
+        raise UsageError(f"--kv-cache-memory {text!r} is not a number of bytes such as 800000000, 512M or 2G.")
     return int(float(match[1]) * _SCALE[match[2].upper()])
 
 

