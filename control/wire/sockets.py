@@ -153,7 +153,7 @@ def _bind(socket: Socket, endpoint: str) -> Socket:
             socket.bind(endpoint)
             path.chmod(0o600)
         elif endpoint.startswith("tcp://"):
-            _check_loopback(endpoint)
+            _check_tcp(endpoint)
             socket.bind(endpoint)
         elif endpoint.startswith("inproc://"):
             socket.bind(endpoint)
@@ -202,8 +202,10 @@ def _clear_stale(path: Path) -> None:
     raise EndpointError(f"cannot bind ipc://{path}: another process listens there")
 
 
-def _check_loopback(endpoint: str) -> None:
-    host = endpoint.removeprefix("tcp://").rpartition(":")[0]
+def _check_tcp(endpoint: str) -> None:
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    if not port.isdecimal() or int(port) > 65535:
+        raise EndpointError(f"cannot bind {endpoint}: {port!r} is no port")
     try:
         loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,0 +1,252 @@
+"""The bytes of every message, so that a change of the protocol is seen: fields may only be appended.
+
+Decoded by plain ``msgpack`` too, as a client in another language would.
+"""
+
+import struct
+
+import msgpack
+import msgspec
+import pytest
+from evenflow.control.wire import (
+    Abort,
+    BatchPlan,
+    ClientHello,
+    ClientPing,
+    Fatal,
+    FromClient,
+    FromWorker,
+    Heartbeat,
+    Hello,
+    KillWorker,
+    LauncherHello,
+    Quit,
+    Redial,
+    Refused,
+    Register,
+    Result,
+    Resync,
+    Sampling,
+    Start,
+    Started,
+    Status,
+    StatusReply,
+    Submit,
+    Subscribe,
+    Tick,
+    ToClient,
+    ToWorker,
+    Unknown,
+    Welcome,
+    WireError,
+    WorkerExited,
+    decode_from_client,
+    decode_from_worker,
+    decode_to_client,
+    decode_to_worker,
+    encode,
+)
+from evenflow.control.wire.client import End
+
+DECODERS = [
+    (ToWorker, decode_to_worker),
+    (FromWorker, decode_from_worker),
+    (ToClient, decode_to_client),
+    (FromClient, decode_from_client),
+]
+
+
+def u16(*values: int) -> bytes:
+    return struct.pack(f"<{len(values)}H", *values)
+
+
+def u32(*values: int) -> bytes:
+    return struct.pack(f"<{len(values)}I", *values)
+
+
+def u64(*values: int) -> bytes:
+    return struct.pack(f"<{len(values)}Q", *values)
+
+
+GOLDEN = [
+    (
+        Start(7, 2, 4096, 16, 256, 512, 8192, "/run/x"),
+        "99010702cd100010cd0100cd0200cd2000a62f72756e2f78",
+    ),
+    (
+        Register(3, 9, 2**40, u32(1, 70000), 2, 0, u32(5), 64, 4, (2, 7), Sampling(0.5, 40, 0.25, 2**64 - 1, 1)),
+        "9c020309cf0000010000000000c40801000000701101000200c40405000000400492020795cb3fe00000000000"
+        "0028cb3fd0000000000000cfffffffffffffffff01",
+    ),
+    (
+        Register(0, 1, 1, u32(8), 1, 0, u32(0), 2),
+        "9c02000101c404080000000100c4040000000002009095cb000000000000000000cb3ff00000000000000000",
+    ),
+    (
+        BatchPlan(7, 300, 1, b"\x05\x80", u16(2), u32(9), u16(4), u32(512), u16(1, 6)),
+        "9a0307cd012c01c4020580c4020200c40409000000c4020400c40400020000c40401000600",
+    ),
+    (
+        Heartbeat(7, 2**63),
+        "930407cf8000000000000000",
+    ),
+    (
+        Redial(12),
+        "92050c",
+    ),
+    (
+        Quit("done"),
+        "9206a4646f6e65",
+    ),
+    (
+        KillWorker(1, 0, 0, 4242),
+        "9507010000cd1092",
+    ),
+    (
+        Fatal("lower the KV memory"),
+        "9208b36c6f77657220746865204b56206d656d6f7279",
+    ),
+    (
+        Hello(1, 0, 1, 0, 2, 4242, "smollm2-135m", (2,), 16, 4096, 8192, 4096, 8192, 49152, "cpu", 32),
+        "dc0011100100010002cd1092ac736d6f6c6c6d322d3133356d910210cd1000cd2000cd1000cd2000cdc000a363707520",
+    ),
+    (
+        Started(7),
+        "921107",
+    ),
+    (
+        Result(7, 300, 1, 10, 20, 70000, 5, 3, u32(0, 11, 12), u16(2), 0xDEADBEEF),
+        "9c1207cd012c010a14ce000111700503c40c000000000b0000000c000000c4020200cedeadbeef",
+    ),
+    (
+        Result(7, 301, 0, 1, 2, 3, 4),
+        "9c1207cd012d000102030400c400c400c0",
+    ),
+    (
+        Resync(7, 301, "step 303 came"),
+        "941407cd012dad73746570203330332063616d65",
+    ),
+    (
+        LauncherHello(1, 99),
+        "93180163",
+    ),
+    (
+        WorkerExited(1, 0, 0, 4242, -9),
+        "9619010000cd1092f7",
+    ),
+    (
+        ClientHello(1, "gateway"),
+        "932001a767617465776179",
+    ),
+    (
+        Submit(5, "cmpl-1", u32(1, 2, 3), 2, 16, Sampling(1.0, 0, 1.0, 7, 0), (0,), 1, b"tenant"),
+        "9a2105a6636d706c2d31c40c010000000200000003000000021095cb3ff000000000000000cb3ff00000000000"
+        "000700910001c40674656e616e74",
+    ),
+    (
+        Abort(5),
+        "922205",
+    ),
+    (
+        Status(3),
+        "922303",
+    ),
+    (
+        Subscribe(250),
+        "9224ccfa",
+    ),
+    (
+        ClientPing(),
+        "9125",
+    ),
+    (
+        Welcome(1, 77, "smollm2-135m", True, 8192, 49152, 16, 65536, 128, 256, (2,)),
+        "9c30014dac736d6f6c6c6d322d3133356dc3cd2000cdc00010ce00010000cc80cd01009102",
+    ),
+    (
+        Tick(4, 300, b"\x06", True, u32(0, 11, 12), u16(1), u64(5), [End(6, 2, "stop", 9, 16)], 1),
+        "9a3104cd012cc40106c3c40c000000000b0000000c000000c4020100c408050000000000000091960602a473746f700910a001",
+    ),
+    (
+        Refused(5, "too_long", "tokens", "at most 8192", 0),
+        "963205a8746f6f5f6c6f6e67a6746f6b656e73ac6174206d6f7374203831393200",
+    ),
+    (
+        Refused(None, "protocol", "", "version 9", 1000),
+        "9632c0a870726f746f636f6ca0a976657273696f6e2039cd03e8",
+    ),
+    (
+        StatusReply(3, 77, "smollm2-135m", True, False, {"running": 2.0}, ["ready"]),
+        "9833034dac736d6f6c6c6d322d3133356dc3c281a772756e6e696e67cb400000000000000091a57265616479",
+    ),
+    (
+        Unknown(77),
+        "92344d",
+    ),
+]
+
+
+def decoder_of(kind: type):
+    return next(decode for union, decode in DECODERS if kind in union.__args__)
+
+
+def plain(value: object) -> object:
+    """What a decoder without our types sees: arrays of the fields, the tag first."""
+    if isinstance(value, msgspec.Struct):
+        config = value.__struct_config__
+        head = [] if config.tag is None else [config.tag]
+        return [*head, *(plain(getattr(value, field)) for field in value.__struct_fields__)]
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value
+
+
+def ids(case):
+    return type(case).__name__ if isinstance(case, msgspec.Struct) else ""
+
+
+@pytest.mark.parametrize(("message", "golden"), GOLDEN, ids=ids)
+def test_bytes_of_every_message(message, golden):
+    assert encode(message).hex() == golden
+    assert decoder_of(type(message))(bytes.fromhex(golden)) == message
+    assert msgpack.unpackb(bytes.fromhex(golden)) == plain(message)
+
+
+def test_every_message_has_golden_bytes_and_tags_are_unique():
+    kinds = {kind for union, _ in DECODERS for kind in union.__args__}
+    assert kinds == {type(message) for message, _ in GOLDEN}
+    tags = [kind.__struct_config__.tag for kind in kinds]
+    assert len(set(tags)) == len(tags)
+
+
+@pytest.mark.parametrize(("message", "golden"), GOLDEN, ids=ids)
+def test_appended_fields_are_ignored(message, golden):
+    newer = msgpack.packb([*msgpack.unpackb(bytes.fromhex(golden)), {"new": [1, b"x"]}, None])
+    assert decoder_of(type(message))(newer) == message
+
+
+@pytest.mark.parametrize(("message", "golden"), GOLDEN, ids=ids)
+def test_missing_trailing_fields_take_their_defaults_and_required_ones_are_missed(message, golden):
+    kind = type(message)
+    required = len(kind.__struct_fields__) - len(kind.__struct_defaults__)
+    fields = msgpack.unpackb(bytes.fromhex(golden))
+    older = decoder_of(kind)(msgpack.packb(fields[: 1 + required]))
+    for field, default in zip(kind.__struct_fields__[required:], kind.__struct_defaults__, strict=True):
+        assert getattr(older, field) == (default.factory() if hasattr(default, "factory") else default)
+    if required:
+        with pytest.raises(WireError):
+            decoder_of(kind)(msgpack.packb(fields[:required]))
+
+
+def test_a_plan_of_256_decodes_and_a_chunk_has_at_most_350_bytes():
+    plan = BatchPlan(
+        epoch=2**32 - 1,
+        step=2**32 - 1,
+        lane=0,
+        decodes=b"\xff" * 32,
+        grow_slots=u16(*range(0, 256, 16)),
+        grow_blocks=u32(*range(10**6, 10**6 + 16)),
+        chunk_slots=u16(256),
+        chunk_tokens=u32(512),
+    )
+    assert len(encode(plan)) <= 350
