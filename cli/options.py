@@ -12,6 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from ..control.wire.location import ModelNotFound, locate_model
+
 #: The model name that starts scripted workers instead of real ones (for tests of the control plane).
 SCRIPTED = "scripted"
 
@@ -130,6 +132,17 @@ def _refuse(options: ServeOptions) -> str | None:
     if o.scripted and o.step_ms < 0:
         return f"--step-ms {o.step_ms:g} is negative."
     return None
+
+
+def check_model(options: ServeOptions) -> None:
+    """Raises ``UsageError`` if there is no such model on this machine."""
+    if options.scripted:
+        return
+    try:
+        locate_model(options.model)
+    except ModelNotFound as error:
+        sentence = str(error).rstrip(".")
+        raise UsageError(f"{sentence[:1].upper()}{sentence[1:]}.") from None
 
 
 def settle(options: ServeOptions, free: int | None = None) -> tuple[ServeOptions, list[str]]:

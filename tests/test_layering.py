@@ -133,13 +133,15 @@ def test_core_is_sans_io(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_imports_are_at_the_top(name: str) -> None:
-    """An import of ours inside a function hides a cycle. The commands' lazy imports are the one use of it."""
+    """An import of ours inside a function hides a cycle. Commands load late what is heavy: the one use of it."""
     for function in ast.walk(tree_of(MODULES[name])):
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         for node in ast.walk(function):
             if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("evenflow")):
-                assert name == "cli.main", f"{name}, line {node.lineno}: import inside {function.name}"
+                assert name == "cli.main" or name.endswith("__main__"), (
+                    f"{name}, line {node.lineno}: import inside {function.name}"
+                )
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -203,8 +203,10 @@ def test_metrics_are_summed_over_labels() -> None:
     assert parse_metrics(text) == {"evenflow_a_total": 3.0, "evenflow_b": 3.0}
 
 
-def test_generate_starts_a_private_server_and_reports_why_not(tmp_path: Path) -> None:
-    """A model that does not exist: exit code 1, the cause last, nothing on stdout."""
-    result = run("generate", str(tmp_path / "no-model"), "--prompt", "x")
-    assert result.returncode == 1
-    assert result.stdout == "" and result.stderr
+@pytest.mark.parametrize("command", [["serve", "--port", "0"], ["generate", "--prompt", "x"]])
+def test_model_that_does_not_exist(tmp_path: Path, command: list[str]) -> None:
+    """Refused before anything starts, in one sentence."""
+    path = str(tmp_path / "no-model")
+    result = run(*command, path)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert len(result.stderr.splitlines()) == 1 and path in result.stderr

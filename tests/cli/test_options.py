@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import evenflow.cli.launcher
+import evenflow.cli.options
 import pytest
 from evenflow.cli.children import build_plan
 from evenflow.cli.main import app
@@ -35,6 +36,7 @@ def options_of(monkeypatch: pytest.MonkeyPatch, *arguments: str, env: dict[str, 
         return 0
 
     monkeypatch.setattr(evenflow.cli.launcher, "serve", remember)
+    monkeypatch.setattr(evenflow.cli.options, "check_model", lambda options: None)
     result = CliRunner().invoke(app, ["serve", *arguments], env=env or {})
     assert result.exit_code == 0, result.output
     return got[0]
