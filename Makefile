@@ -25,7 +25,7 @@ test: $(INSTALLED)
 	$(BIN)/pytest -n $(JOBS) $(ARGS)
 
 soak: $(INSTALLED)
-	EVENFLOW_SOAK=1 $(BIN)/pytest -n $(JOBS) --timeout 0 tests/core $(ARGS)
+	EVENFLOW_SOAK=1 $(BIN)/pytest -n $(JOBS) --timeout 0 tests/control/core $(ARGS)
 
 bench: $(INSTALLED)
 	set -e; for program in benchmarks/[a-z]*.py; do echo "== $$program"; $(BIN)/python -P $$program $(ARGS); done

@@ -1,15 +1,25 @@
-"""The command line of each child process: pure functions of the options and the run directory.
+"""The command line of each child process: functions of the options, the run directory and this process's id.
 
 Children are started as ``python -P -m …`` so that nothing in the working directory can shadow a module. The
 names here are the contract with ``control``, ``control.gateway``, ``dataplane`` and ``dataplane.simulated``.
 """
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .options import ServeOptions, threads_per_worker
+from .options import SCRIPTED, ServeOptions, threads_per_worker
 from .run_dir import RunDir
+
+#: Where scripted workers' ids get their text from, and how many ids have one.
+_SCRIPTED_TEXT = "smollm2-135m"
+_SCRIPTED_VOCAB = 49_152
+#: The gateway ends after control, which tells it how each request ended at the limit.
+_GATEWAY_MARGIN = 2.0
+#: What a worker accepts in an iteration unless the budget is larger.
+_WORKER_TOKENS = 8192
+_MOST_SLOTS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +46,12 @@ def _python(module: str) -> list[str]:
     return [sys.executable, "-P", "-m", f"evenflow.{module}"]
 
 
+def served_name(options: ServeOptions) -> str:
+    """The model's id in the API: a path's last part, or the name as it was given."""
+    given = options.model.rstrip("/").rpartition("/")[2] or options.model
+    return options.served_model_name or given.removesuffix(".gguf")
+
+
 def control_argv(options: ServeOptions, run: RunDir) -> list[str]:
     argv = [
         *_python("control"),
@@ -47,6 +63,7 @@ def control_argv(options: ServeOptions, run: RunDir) -> list[str]:
         *("--token-budget", str(options.token_budget)),
         *("--max-num-seqs", str(options.max_num_seqs)),
         *("--drain-timeout", f"{options.drain_timeout:g}"),
+        *("--served-model-name", served_name(options)),
         *("--log-level", options.log_level),
     ]
     if options.max_model_len is not None:
@@ -57,8 +74,6 @@ def control_argv(options: ServeOptions, run: RunDir) -> list[str]:
         argv += ["--prefill-share", f"{options.prefill_share:g}"]
     if options.hang_timeout is not None:
         argv += ["--hang-timeout", f"{options.hang_timeout:g}"]
-    if options.served_model_name is not None:
-        argv += ["--served-model-name", options.served_model_name]
     return argv
 
 
@@ -66,9 +81,12 @@ def gateway_argv(options: ServeOptions, run: RunDir, fd: int) -> list[str]:
     return [
         *_python("control.gateway"),
         *("--control", run.clients_endpoint),
-        *("--model", options.model),
+        *("--model", _SCRIPTED_TEXT if options.scripted else options.model),
+        *("--served-model-name", served_name(options)),
         *("--host", options.host),
         *("--fd", str(fd)),
+        *("--drain-timeout", f"{options.drain_timeout + _GATEWAY_MARGIN:g}"),
+        *("--parent-pid", str(os.getpid())),
     ]
 
 
@@ -79,9 +97,14 @@ def worker_argv(options: ServeOptions, run: RunDir, replica: int, stage: int, th
         *("--stage", str(stage)),
         *("--stages", str(options.stages)),
         *("--block-size", str(options.block_size)),
+        *("--max-tokens", str(max(_WORKER_TOKENS, options.token_budget))),
+        # A slot stays taken for as long as a plan in flight names it, longer than its sequence runs.
+        *("--max-slots", str(min(_MOST_SLOTS, 2 * options.max_num_seqs))),
+        *("--parent", str(os.getpid())),
     ]
     if options.scripted:
-        return [*_python("dataplane.simulated"), *place, "--step-ms", f"{options.step_ms:g}"]
+        timing = ["--step-ms", f"{options.step_ms:g}", "--vocab-size", str(_SCRIPTED_VOCAB)]
+        return [*_python("dataplane.simulated"), *place, "--model", SCRIPTED, *timing]
     argv = [
         *_python("dataplane"),
         *place,

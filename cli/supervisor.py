@@ -2,8 +2,8 @@
 
 A child that dies is started again: at once the first time, then after 0.5, 1, 2, … 10 s. A child that fails
 before it was ever ready would only fail again: the server is given up and the first cause is what the user
-reads last. Phases go one way: ``running`` → ``draining`` (control finishes what runs, new requests are
-refused) → ``stopping``.
+reads last. Phases go one way: ``running`` → ``draining`` (what runs is finished, new requests are refused)
+→ ``stopping``.
 """
 
 import asyncio
@@ -92,15 +92,24 @@ class Supervisor:
         await asyncio.gather(*(child.wait(timeout) for child in self._children.values()))
 
     async def drain(self, patience: float, stop_listening: Callable[[], None]) -> int:
-        """End in order: control, when it has finished what runs; the gateway, when it has sent; the workers.
+        """End in order: control and gateway when what runs is finished, then the workers, which compute it.
 
-        ``patience``: seconds until control is asked again, which ends what still runs. Returns the exit code.
+        ``patience``: seconds until control is asked again, which ends what still runs. ``stop_listening`` is
+        called when nobody answers new connections any more. Returns the exit code.
         """
         self.phase = "draining"
-        code = 0
         control = self._children.get(self._plan.control.name)
-        if control is not None and control.alive:
-            control.terminate()
+        gateway = self._children.get(self._plan.gateway.name)
+        # Both at once: control takes nothing new, and the gateway says so from this moment. It is told only
+        # once, since the second signal would cut its streams.
+        for child in (control, gateway):
+            if child is not None:
+                child.terminate()
+                if child.spec.name in self._restarts:
+                    self._restarts.pop(child.spec.name).cancel()
+        closing = asyncio.ensure_future(self._close_with(gateway, stop_listening))
+        code = 0
+        if control is not None:
             if not await control.wait(patience):
                 control.terminate()
                 if not await control.wait(INSIST_SECONDS):
@@ -110,9 +119,23 @@ class Supervisor:
             # Ended by our own signal: it was not even listening for it yet.
             code = 0 if control.status in (0, -signal.SIGTERM) else 1
         self._stop_restarting()
-        stop_listening()
-        await asyncio.gather(*(self._end(child, GRACE_SECONDS) for child in self._children.values()))
+        for child in self._children.values():
+            if child.spec.worker is not None:
+                child.terminate()
+        await asyncio.gather(*(self._ended(child) for child in self._children.values()))
+        await closing
         return code
+
+    async def _close_with(self, gateway: Child | None, stop_listening: Callable[[], None]) -> None:
+        if gateway is not None:
+            await gateway.ended.wait()
+        stop_listening()
+
+    async def _ended(self, child: Child) -> None:
+        """Wait for it to end by itself, a little."""
+        if not await child.wait(GRACE_SECONDS):
+            child.kill()
+            await child.wait(1.0)
 
     def reap(self) -> None:
         """Last resort, without an event loop: nothing outlives the launcher."""
@@ -124,12 +147,6 @@ class Supervisor:
         for timer in self._restarts.values():
             timer.cancel()
         self._restarts.clear()
-
-    async def _end(self, child: Child, grace: float) -> None:
-        child.terminate()
-        if not await child.wait(grace):
-            child.kill()
-            await child.wait(1.0)
 
     def _start(self, spec: ChildSpec) -> None:
         self._restarts.pop(spec.name, None)
@@ -147,7 +164,8 @@ class Supervisor:
             self._on_worker_exit(*spec.worker, child.pid, status)
         if self.phase == "stopping":
             return
-        if self.phase == "draining" and spec is self._plan.control:
+        # While draining, a worker is still needed for what runs; control and the gateway were told to end.
+        if self.phase == "draining" and spec.worker is None:
             return
         if self._loop.time() - child.started_at > FORGIVEN_AFTER:
             self._failures[spec.name] = 0

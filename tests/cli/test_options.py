@@ -1,5 +1,6 @@
 """What the command line asks for becomes options, and options become the children's command lines."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -157,8 +158,8 @@ def test_control_command() -> None:
     assert argv[4:] == (
         "--workers", "ipc:///run/x/workers", "--clients", "ipc:///run/x/clients", "--links", "/dev/shm/x",
         "--replicas", "3", "--stages", "2", "--token-budget", "64", "--max-num-seqs", "256",
-        "--drain-timeout", "30", "--log-level", "info", "--max-model-len", "100", "--no-prefix-cache",
-        "--prefill-share", "0", "--hang-timeout", "2", "--served-model-name", "name",
+        "--drain-timeout", "30", "--served-model-name", "name", "--log-level", "info",
+        "--max-model-len", "100", "--no-prefix-cache", "--prefill-share", "0", "--hang-timeout", "2",
     )  # fmt: skip
 
 
@@ -167,6 +168,20 @@ def test_gateway_command_inherits_the_port() -> None:
     assert gateway.argv[1:4] == ("-P", "-m", "evenflow.control.gateway")
     assert flag(gateway.argv, "--control") == "ipc:///run/x/clients"
     assert flag(gateway.argv, "--fd") == "7" and gateway.pass_fds == (7,)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [("smollm2-135m", "smollm2-135m"), ("/a/Tiny-1.1B/", "Tiny-1.1B"), ("b/q.Q4_1.gguf", "q.Q4_1")],
+)
+def test_served_name_is_the_same_everywhere(model: str, name: str) -> None:
+    plan = build_plan(ServeOptions(model), RUN, 7, 8, {})
+    assert flag(plan.control.argv, "--served-model-name") == flag(plan.gateway.argv, "--served-model-name") == name
+
+
+def test_children_know_their_parent() -> None:
+    plan = build_plan(ServeOptions("m"), RUN, 7, 8, {})
+    assert flag(plan.gateway.argv, "--parent-pid") == flag(plan.workers[0].argv, "--parent") == str(os.getpid())
 
 
 def test_worker_commands() -> None:
