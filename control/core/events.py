@@ -113,7 +113,7 @@ class Delivered:
     """The tokens of one iteration.
 
     ``live`` is the bitmap of slots that have one; ``ids`` is indexed by slot; ``sole`` is the only client concerned,
-    or -1 if there may be several. ``starts`` own their slot from this iteration on; ``ends`` follow the tokens.
+    or -1 if there may be several. ``starts`` own the slot from this iteration on; ``ends`` follow the tokens.
     """
 
     replica: int
@@ -121,8 +121,8 @@ class Delivered:
     live: bytes | bytearray
     ids: bytes | memoryview
     sole: int
-    starts: list[Sequence] = field(default_factory=list)
-    ends: list[Ended] = field(default_factory=list)
+    starts: list[tuple[int, Sequence]] = field(default_factory=list[tuple[int, Sequence]])
+    ends: list[Ended] = field(default_factory=list[Ended])
 
 
 @dataclass(frozen=True, slots=True)

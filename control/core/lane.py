@@ -100,7 +100,10 @@ class Lane:
         else:
             del owners[seq.owner]
         del self.grow[seq.bucket][slot]
-        for calendar, tick in ((self.ends, seq.end_tick), (self.collect, seq.column + RING_TICKS - RING_MARGIN)):
+        for calendar, tick in (
+            (self.ends, seq.end_tick),
+            (self.collect, seq.column + RING_TICKS - RING_MARGIN),
+        ):
             due = calendar.get(tick)
             if due is not None and due.get(slot) is seq:
                 del due[slot]

@@ -8,6 +8,7 @@ what they leave goes back to the prefills in progress.
 
 from __future__ import annotations
 
+from math import ceil
 from typing import TYPE_CHECKING
 
 from .sequence import Sequence
@@ -28,6 +29,11 @@ def stall_free(replica: Replica, decodes: int) -> Chunks:
     prefills = replica.prefills
     if left <= 0 or not (prefills or replica.waiting):
         return []
+    if limits.tile:
+        # A chunk that does not end its prompt fills the iteration, so this aligns the batch total.
+        spare = limits.token_budget % limits.tile
+        if spare < left:
+            left -= spare
     kept = left
     if prefills:
         owed = 0
@@ -35,39 +41,23 @@ def stall_free(replica: Replica, decodes: int) -> Chunks:
             owed += seq.known - seq.computed
             if owed >= left:
                 break
-        kept = max(left - owed, min(left, -int(-left * limits.share // 1))) if replica.waiting else 0
+        share = min(ceil(left * limits.share), left - 1) if replica.waiting else 0
+        kept = max(left - owed, share)
     old = list(prefills)
     fresh: Chunks = []
-    total = decodes
     while kept > 0:
         seq = replica.admit(kept)
         if seq is None:
             break
-        take = _fit(seq, kept, total, limits.tile)
-        fresh.append((seq, take))
-        kept -= take
-        left -= take
-        total += take
+        taken = min(seq.known - seq.computed, kept)
+        fresh.append((seq, taken))
+        kept -= taken
+        left -= taken
     chunks: Chunks = []
     for seq in old:
         if left <= 0:
             break
-        take = _fit(seq, left, total, limits.tile)
-        chunks.append((seq, take))
-        left -= take
-        total += take
-    chunks += fresh
-    return chunks
-
-
-def _fit(seq: Sequence, left: int, total: int, tile: int) -> int:
-    """Tokens of the next chunk: cut so that the batch total is a multiple of the tile, unless the chunk ends the
-    prompt or nothing would be left of it."""
-    rest = seq.known - seq.computed
-    if rest <= left:
-        return rest
-    if tile:
-        spare = (total + left) % tile
-        if spare < left:
-            return left - spare
-    return left
+        taken = min(seq.known - seq.computed, left)
+        chunks.append((seq, taken))
+        left -= taken
+    return chunks + fresh

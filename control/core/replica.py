@@ -16,7 +16,7 @@ from heapq import heappop, heappush
 from operator import attrgetter
 
 from ..wire import BatchPlan, Register, Result
-from ..wire.digest import audit_digest, audited_slots
+from ..wire.digest import audit_digest, audited, is_audited
 from .blocks import BlockPool
 from .events import Delivered, Ended, Limits, OutOfStep, SendPlan
 from .lane import Lane
@@ -24,13 +24,13 @@ from .policy import Chunks, stall_free
 from .sequence import Phase, Sequence
 
 _order = attrgetter("order")
-_slot = attrgetter("slot")
+_append: Callable[[list[int], int], None] = list[int].append
 
 
 class InFlight:
     """A plan that was sent and whose result has not come."""
 
-    __slots__ = ("decodes", "fenced", "finals", "late", "lane", "live", "partial", "sole", "step")
+    __slots__ = ("decodes", "fenced", "finals", "lane", "late", "live", "partial", "sole", "step")
 
     def __init__(self, step: int, lane: Lane, decodes: bytes, sole: int) -> None:
         self.step = step
@@ -47,9 +47,7 @@ class InFlight:
 class Replica:
     """Scheduler state of one replica during one epoch."""
 
-    def __init__(
-        self, index: int, epoch: int, stages: int, num_blocks: int, num_slots: int, limits: Limits, request_base: int
-    ) -> None:
+    def __init__(self, index: int, epoch: int, stages: int, num_blocks: int, num_slots: int, limits: Limits) -> None:
         self.index = index
         self.epoch = epoch
         self.stages = stages
@@ -69,14 +67,13 @@ class Replica:
         self.cache_queries = 0
         self.cache_hits = 0
         self._turn = 0
-        self._free_slots = list(range(num_slots))
+        self.free_slots = list(range(num_slots))
         self._generations = [0] * num_slots
         self._released = array("H")
         self._registers: list[Register] = []
         self._alone: Sequence | None = None  #: under suspicion of killing workers: runs with nobody else
         self._ended: list[Ended] = []  #: ownership that ended outside a result, to be delivered
-        self.policy: Callable[[Replica, int], Chunks] = stall_free
-        self._request_base = request_base
+        self._policy: Callable[[Replica, int], Chunks] = stall_free
 
     # ---- admission -------------------------------------------------------------------------------------------
 
@@ -93,7 +90,7 @@ class Replica:
         """Admit the next request: the head, or, if its blocks do not fit, a later one that needs at most ``room``
         tokens, which passes it at most ``overtakes`` times. Allocates all blocks of the known tokens."""
         waiting = self.waiting
-        if not waiting or len(self.running) >= self.max_running or not self._free_slots or self._alone:
+        if not waiting or len(self.running) >= self.max_running or not self.free_slots or self._alone:
             return None
         head = waiting[0]
         if head.deaths > 1:
@@ -129,7 +126,7 @@ class Replica:
             seq.cached = cached
         self.cache_queries += known
         self.cache_hits += cached
-        slot = heappop(self._free_slots)
+        slot = heappop(self.free_slots)
         self._generations[slot] += 1
         seq.slot, seq.generation = slot, self._generations[slot]
         seq.phase = Phase.PREFILL
@@ -143,7 +140,7 @@ class Replica:
             Register(
                 slot,
                 seq.generation,
-                self._request_base + seq.order,
+                seq.order,
                 seq.tokens,
                 seq.prompt_len,
                 cached,
@@ -163,13 +160,17 @@ class Replica:
         stages = self.stages
         if len(self.inflight) > stages:
             return None
-        for offset in range(stages):
-            lane = self.lanes[(self._turn + offset) % stages]
-            if lane.in_flight < 2 and (lane.count or self.prefills or self.waiting):
-                plan = self._plan(lane)
-                if plan is not None:
-                    self._turn = (lane.index + 1) % stages
-                    return plan
+        preempted = -1
+        while preempted != self.preemptions:
+            # Planning one lane can preempt work of another, which changes what the lanes before it could do.
+            preempted = self.preemptions
+            for offset in range(stages):
+                lane = self.lanes[(self._turn + offset) % stages]
+                if lane.in_flight < 2 and (lane.count or self.prefills or self.waiting):
+                    plan = self._plan(lane)
+                    if plan is not None:
+                        self._turn = (lane.index + 1) % stages
+                        return plan
         return None
 
     def _plan(self, lane: Lane) -> SendPlan | None:
@@ -183,8 +184,8 @@ class Replica:
             self._preempt(self.running[-1])
         blocks = pool.alloc(len(crossing))
         grown = array("H", crossing).tobytes()
-        deque(map(list.append, crossing.values(), blocks), 0)
-        chunks = self.policy(self, lane.count)
+        deque(map(_append, crossing.values(), blocks), 0)
+        chunks = self._policy(self, lane.count)
         count = lane.count
         if not count and not chunks:
             return None
@@ -192,7 +193,7 @@ class Replica:
         record = InFlight(
             self.step,
             lane,
-            lane.bitmap.rstrip(b"\0") if count else b"",
+            bytes(lane.bitmap.rstrip(b"\0")),
             next(iter(lane.owners)) if len(lane.owners) == 1 else -1,
         )
         tokens = count
@@ -212,10 +213,8 @@ class Replica:
         )
         if self._released:
             self._released = array("H")
-        registers = self._registers
-        if registers:
-            self._registers = []
-        digest = self._digest()
+        registers, self._registers = self._registers, []
+        digest = self._digest(lane) if is_audited(self.step) else None
         kv_tokens = lane.kv_tokens
         self.step += 1
         self.inflight.append(record)
@@ -286,20 +285,14 @@ class Replica:
                     if not out:
                         break
 
-    def _digest(self) -> int | None:
-        """What the workers' audit at this step must give."""
-        slots = audited_slots(self.step, len(self.owners))
-        if slots is None:
-            return None
+    def _digest(self, ticking: Lane) -> int:
+        """What the workers' audit must give after this step, which ``ticking`` runs."""
         owners = self.owners
         entries: list[tuple[int, int, int, list[int]]] = []
-        for slot in slots:
+        for slot in audited(self.step, len(owners)):
             seq = owners[slot]
             if seq is not None and seq.phase in (Phase.PREFILL, Phase.DECODE):
-                lane = seq.lane
-                computed = seq.planned
-                if lane is not None and self.inflight_lane is lane:
-                    computed += 1
+                computed = seq.planned + (seq.lane is ticking)
                 entries.append((slot, seq.generation, computed, seq.table))
         return audit_digest(entries)
 
@@ -332,7 +325,7 @@ class Replica:
 
     def _free_slot(self, slot: int) -> None:
         self.owners[slot] = None
-        heappush(self._free_slots, slot)
+        heappush(self.free_slots, slot)
 
     def _preempt(self, seq: Sequence) -> None:
         self.preemptions += 1
@@ -418,7 +411,7 @@ class Replica:
             seq.pending -= 1
             if seq.phase is not Phase.DONE:
                 seq.tokens += values[seq.slot].to_bytes(4, "little")
-                delivered.starts.append(seq)
+                delivered.starts.append((seq.slot, seq))
         for seq in record.late:
             seq.pending -= 1
             if seq.phase is not Phase.DONE:
@@ -462,7 +455,7 @@ class Replica:
         unfinished = sorted(self.running + list(self.settling) + self.waiting, key=_order)
         for seq in unfinished:
             seq.phase = Phase.WAITING
-            seq.slot, seq.generation, seq.pending, seq.computed = -1, max(seq.generation, 0), 0, 0
+            seq.slot, seq.pending, seq.computed = -1, 0, 0
             seq.table, seq.node, seq.named, seq.dups = [], None, 0, []
             if seq in suspects:
                 seq.deaths += 1

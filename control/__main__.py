@@ -1,0 +1,77 @@
+"""``python -P -m evenflow.control``: the control process. Started by the launcher."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+
+import uvloop
+
+from .core.events import Limits
+from .logs import configure
+from .server import ControlOptions, serve
+from .wire.lifeline import ParentGone, die_with_parent
+from .wire.sockets import EndpointError
+
+
+def _options(argv: list[str]) -> tuple[ControlOptions, argparse.Namespace]:
+    defaults = Limits()
+    parser = argparse.ArgumentParser(prog="evenflow.control", description="Schedules; never touches a tensor.")
+    parser.add_argument("--workers", required=True, help="endpoint to bind for workers and the launcher")
+    parser.add_argument("--clients", required=True, help="endpoint to bind for clients")
+    parser.add_argument("--links", required=True, help="directory where neighbouring stages meet")
+    parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--stages", type=int, default=1)
+    parser.add_argument("--token-budget", type=int, default=defaults.token_budget)
+    parser.add_argument("--max-num-seqs", type=int, default=defaults.max_num_seqs)
+    parser.add_argument("--max-model-len", type=int, default=None)
+    parser.add_argument("--no-prefix-cache", action="store_true")
+    parser.add_argument("--prefill-share", type=float, default=defaults.share)
+    parser.add_argument("--hang-timeout", type=float, default=15.0)
+    parser.add_argument("--drain-timeout", type=float, default=30.0)
+    parser.add_argument("--served-model-name", default=None)
+    parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    args = parser.parse_args(argv)
+    for name, least in (("replicas", 1), ("stages", 1), ("token_budget", 1), ("max_num_seqs", 1)):
+        if getattr(args, name) < least:
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(args, name)}")
+    if not 0.0 <= args.prefill_share <= 1.0:
+        parser.error(f"--prefill-share must be from 0 to 1, not {args.prefill_share}")
+    limits = Limits(
+        token_budget=args.token_budget,
+        max_num_seqs=args.max_num_seqs,
+        prefix_caching=not args.no_prefix_cache,
+        share=args.prefill_share,
+    )
+    options = ControlOptions(
+        workers=args.workers,
+        clients=args.clients,
+        links=args.links,
+        limits=limits,
+        replicas=args.replicas,
+        stages=args.stages,
+        max_model_len=args.max_model_len,
+        hang_timeout=args.hang_timeout,
+        drain_timeout=args.drain_timeout,
+        model_name=args.served_model_name,
+    )
+    return options, args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the control process; returns its exit code."""
+    options, args = _options(sys.argv[1:] if argv is None else argv)
+    configure(args.log_level)
+    try:
+        die_with_parent()
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(options))
+    except (EndpointError, ParentGone) as error:
+        print(f"evenflow control: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

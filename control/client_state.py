@@ -1,0 +1,350 @@
+"""What a client of the control process knows and decides, without sockets and without a clock.
+
+``control.client`` drives it: it feeds in decoded messages and the time (seconds, monotonic), sends what lies
+in ``outbox`` and wakes the readers of ``touched``. The life of a connection::
+
+    joining --Welcome--> joined --no message for 3 s--> lost --Welcome--> joined
+                           |  Unknown, or a gap in the ticks                ^
+                           +------------------> joining --------Welcome-----+
+
+Invariants: a token is appended to its request exactly once; after every join all unfinished requests are
+submitted again with the tokens received so far, so a restart of the control process neither loses nor repeats
+one. Whenever ``joined`` is left, ``connection`` grows and the driver goes on with a new socket: what was under
+way on the old one, in either direction, can then reach nobody.
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .wire import (
+    PROTOCOL_VERSION,
+    Abort,
+    ClientHello,
+    ClientPing,
+    End,
+    FromClient,
+    Refused,
+    Sampling,
+    Status,
+    StatusReply,
+    Submit,
+    Subscribe,
+    Tick,
+    ToClient,
+    Welcome,
+)
+
+Phase = Literal["joining", "joined", "lost"]
+
+#: A peer that was silent for this long is gone.
+SILENCE_S = 3.0
+#: Pings when joined, hellos when not.
+INTERVAL_S = 1.0
+#: A continuation that is refused for the moment is tried again after this long, unless the refusal says.
+RETRY_S = 0.5
+#: Codes of ``Refused`` that pass by themselves.
+PASSING = frozenset({"overloaded", "not_ready"})
+
+#: The set bits of each byte.
+_BITS = tuple(tuple(bit for bit in range(8) if byte >> bit & 1) for byte in range(256))
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Why a request ended: ``reason`` as in ``End``, or ``error`` with the ``code`` of a refusal."""
+
+    reason: str
+    output_tokens: int
+    cached_tokens: int = 0
+    message: str = ""
+    code: str = ""
+    field: str = ""
+    retry_after_ms: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request and what has come of it. ``received`` only grows; ``finish`` is set once and last."""
+
+    key: int
+    name: str
+    prompt: bytes
+    max_tokens: int
+    sampling: Sampling
+    stop_ids: tuple[int, ...]
+    min_tokens: int
+    salt: bytes
+    received: "array[int]" = field(default_factory=lambda: array("I"))
+    finish: Finish | None = None
+    cached_tokens: int = 0
+    #: The slot whose tokens are this request's, and its replica, while it has one.
+    slot: tuple[int, int] | None = None
+    #: The control process has worked on it, so a later refusal is not final.
+    accepted: bool = False
+    touched: bool = False
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.prompt) // 4
+
+
+def pack_ids(ids: Sequence[int]) -> bytes:
+    """Token ids as a u32 little-endian buffer. Raises ``OverflowError`` for an id outside u32."""
+    return array("I", ids).tobytes()
+
+
+class ClientState:
+    """One connection's state. See the module's docstring for how it is driven."""
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+        self.phase: Phase = "joining"
+        #: Which socket to use: when it grows, the old one is closed and ``outbox`` goes to a new one.
+        self.connection = 0
+        self.welcome: Welcome | None = None
+        self.status: StatusReply | None = None
+        self.requests: dict[int, Request] = {}
+        self.outbox: list[FromClient] = []
+        #: Requests with new tokens or a finish since the caller last cleared the list.
+        self.touched: list[Request] = []
+        #: Status replies since the caller last cleared the list.
+        self.replies: list[StatusReply] = []
+        self._owners: dict[int, dict[int, Request]] = {}
+        self._expected: int | None = None
+        self._next_key = 1
+        self._heard_at = 0.0
+        self._spoke_at = 0.0
+        self._subscribed_ms = 0
+        self._retries: list[tuple[float, Request]] = []
+
+    def start(self, now: float) -> None:
+        """Say hello. Called once, when the socket is connected."""
+        self._heard_at = now
+        self._hello(now)
+
+    @property
+    def connected(self) -> bool:
+        return self.phase == "joined"
+
+    def submit(
+        self,
+        prompt: bytes,
+        *,
+        name: str,
+        max_tokens: int = 0,
+        sampling: Sampling,
+        stop_ids: tuple[int, ...] = (),
+        min_tokens: int = 0,
+        salt: bytes = b"",
+    ) -> Request:
+        """Take a request on; it is sent at once when joined, else with the next join."""
+        request = Request(self._next_key, name, prompt, max_tokens, sampling, stop_ids, min_tokens, salt)
+        self._next_key += 1
+        self.requests[request.key] = request
+        if self.phase == "joined":
+            self._send_submit(request)
+        return request
+
+    def abort(self, request: Request) -> None:
+        """End a request from this side. Idempotent; nothing is delivered to it afterwards."""
+        if request.key not in self.requests:
+            return
+        self._finish(request, Finish("abort", len(request.received), request.cached_tokens))
+        if self.phase == "joined":
+            self.outbox.append(Abort(request.key))
+
+    def ask_status(self, nonce: int) -> None:
+        """Ask for one ``StatusReply`` with this nonce."""
+        self.outbox.append(Status(nonce))
+
+    def subscribe(self, interval_ms: int) -> None:
+        """Have ``status`` renewed every so often, also after a restart of the control process."""
+        self._subscribed_ms = interval_ms
+        if self.phase == "joined":
+            self.outbox.append(Subscribe(interval_ms))
+
+    def fail_all(self, message: str, code: str) -> None:
+        """End everything from this side with an error, as when the client is closed."""
+        for request in list(self.requests.values()):
+            self._finish(request, Finish("error", len(request.received), request.cached_tokens, message, code))
+            if self.phase == "joined":
+                self.outbox.append(Abort(request.key))
+
+    def on_timer(self, now: float) -> None:
+        """What is due by time alone. To be called at least four times a second."""
+        if self.phase == "joined" and now - self._heard_at >= SILENCE_S:
+            self._rejoin(now, "lost")
+        if now - self._spoke_at >= INTERVAL_S:
+            if self.phase == "joined":
+                self._spoke_at = now
+                self.outbox.append(ClientPing())
+            else:
+                self._hello(now)
+        if self._retries and self.phase == "joined":
+            due = [request for at, request in self._retries if at <= now]
+            self._retries = [entry for entry in self._retries if entry[0] > now]
+            for request in due:
+                if request.key in self.requests:
+                    self._send_submit(request)
+
+    def receive(self, message: ToClient, now: float) -> None:
+        """Take in one message from the control process."""
+        self._heard_at = now
+        if isinstance(message, Tick):
+            self._tick(message, now)
+        elif isinstance(message, Welcome):
+            self._welcomed(message, now)
+        elif isinstance(message, Refused):
+            self._refused(message, now)
+        elif isinstance(message, StatusReply):
+            self.status = message
+            self.replies.append(message)
+        elif self.phase == "joined":
+            self._rejoin(now)
+
+    def _welcomed(self, welcome: Welcome, now: float) -> None:
+        known = self.welcome
+        self.welcome = welcome
+        if self.phase == "joined":
+            if known is not None and known.instance != welcome.instance:
+                self._rejoin(now)
+            return
+        self.phase = "joined"
+        if self._subscribed_ms:
+            self.outbox.append(Subscribe(self._subscribed_ms))
+        for request in list(self.requests.values()):
+            self._continue(request)
+
+    def _continue(self, request: Request) -> None:
+        """Submit again, unless the tokens received already complete the request."""
+        count = len(request.received)
+        if count and count >= request.min_tokens and request.received[-1] in request.stop_ids:
+            self._finish(request, Finish("stop", count, request.cached_tokens))
+        elif count and request.max_tokens and count >= request.max_tokens:
+            self._finish(request, Finish("length", count, request.cached_tokens))
+        else:
+            self._send_submit(request)
+
+    def _send_submit(self, request: Request) -> None:
+        self.outbox.append(
+            Submit(
+                key=request.key,
+                request=request.name,
+                tokens=request.prompt + request.received.tobytes(),
+                prompt_len=request.prompt_len,
+                max_tokens=request.max_tokens,
+                sampling=request.sampling,
+                stop_ids=request.stop_ids,
+                min_tokens=request.min_tokens,
+                salt=request.salt,
+            )
+        )
+
+    def _tick(self, tick: Tick, now: float) -> None:
+        if self.phase != "joined":
+            return
+        # Counted from 0 or from 1.
+        first = self._expected is None and tick.sequence <= 1
+        uneven = len(tick.ids) % 4 or len(tick.start_slots) % 2 or len(tick.start_keys) % 8
+        if uneven or (tick.sequence != self._expected and not first):
+            self._rejoin(now)
+            return
+        self._expected = tick.sequence + 1
+        owners = self._owners.setdefault(tick.replica, {})
+        requests = self.requests
+        if tick.start_slots:
+            slots, keys = memoryview(tick.start_slots).cast("H"), memoryview(tick.start_keys).cast("Q")
+            for slot, key in zip(slots, keys, strict=False):
+                owners.pop(slot, None)
+                # A key that is not known was aborted here: its tokens go to nobody.
+                if owner := requests.get(key):
+                    owner.accepted = True
+                    owner.slot = (tick.replica, slot)
+                    owners[slot] = owner
+        ids = memoryview(tick.ids).cast("I")
+        touched = self.touched
+        dense = tick.dense
+        position = 0
+        for base, byte in enumerate(tick.live):
+            if not byte:
+                continue
+            for bit in _BITS[byte]:
+                slot = base * 8 + bit
+                index = slot if dense else position
+                position += 1
+                request = owners.get(slot)
+                if request is None:
+                    continue
+                if index >= len(ids):
+                    self._rejoin(now)
+                    return
+                request.received.append(ids[index])
+                if not request.touched:
+                    request.touched = True
+                    touched.append(request)
+        for end in tick.ends:
+            self._end(end)
+
+    def _end(self, end: End) -> None:
+        request = self.requests.get(end.key)
+        if request is None:
+            return
+        self._release(request)
+        request.cached_tokens = min(max(request.cached_tokens, end.cached_tokens), request.prompt_len)
+        if end.reason != "paused":
+            count = len(request.received)
+            self._finish(request, Finish(end.reason, count, request.cached_tokens, end.message))
+
+    def _refused(self, refused: Refused, now: float) -> None:
+        request = self.requests.get(refused.key) if refused.key is not None else None
+        if request is None:
+            return
+        if refused.code in PASSING and (request.accepted or request.received):
+            wait = refused.retry_after_ms / 1000 if refused.retry_after_ms else RETRY_S
+            self._retries.append((now + wait, request))
+            return
+        count = len(request.received)
+        self._finish(
+            request,
+            Finish(
+                "error",
+                count,
+                request.cached_tokens,
+                refused.message,
+                refused.code,
+                refused.field,
+                refused.retry_after_ms,
+            ),
+        )
+
+    def _finish(self, request: Request, finish: Finish) -> None:
+        self.requests.pop(request.key, None)
+        self._release(request)
+        request.finish = finish
+        if not request.touched:
+            request.touched = True
+            self.touched.append(request)
+
+    def _release(self, request: Request) -> None:
+        if request.slot is not None:
+            replica, slot = request.slot
+            if self._owners[replica].get(slot) is request:
+                del self._owners[replica][slot]
+            request.slot = None
+
+    def _rejoin(self, now: float, phase: Phase = "joining") -> None:
+        self.phase = phase
+        self.connection += 1
+        self._expected = None
+        self._owners.clear()
+        self._retries.clear()
+        self.outbox.clear()
+        for request in self.requests.values():
+            request.slot = None
+        self._hello(now)
+
+    def _hello(self, now: float) -> None:
+        self._spoke_at = now
+        self.outbox.append(ClientHello(PROTOCOL_VERSION, self.name))

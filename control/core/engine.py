@@ -1,0 +1,233 @@
+"""The engine: ``step(event, now)`` takes one event and returns what must be done about it.
+
+It keeps every unfinished request, routes requests over replicas (longest cached prefix, then least load), and lets
+each replica plan ahead. A replica that is lost gives its requests to the others, or keeps them waiting here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..wire import Submit
+from .events import (
+    Aborted,
+    Delivered,
+    Effect,
+    Ended,
+    Event,
+    Limits,
+    OutOfStep,
+    OwnerLost,
+    Rejected,
+    ReplicaLost,
+    ReplicaUp,
+    Returned,
+    Submitted,
+)
+from .replica import Replica
+from .sequence import Phase, Sequence
+
+#: A request that was running at this many deaths of a worker is failed.
+FATAL_DEATHS = 3
+#: Counted over the engine's life: requests, and the sums over replicas that are gone.
+_COUNTERS = ("requests", "finished", "preemptions", "iterations", "cache_queries", "cache_hits")
+
+
+class Engine:
+    """All decisions of a control process. Deterministic: state and events are all that counts."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.max_sequence = 0  #: longest sequence that any replica has had room for; 0 before the first came up
+        self.replicas: dict[int, Replica] = {}
+        self.requests: dict[int, dict[int, Sequence]] = {}  #: unfinished, by client and key
+        self.homeless: list[Sequence] = []  #: no replica is up; by admission order
+        self.counters: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
+        self._order = 0
+        self._homes: dict[Sequence, Replica] = {}
+        self._handlers: dict[type[Any], Callable[[Any, list[Effect]], None]] = {
+            Returned: self._returned,
+            Submitted: self._submitted,
+            Aborted: self._aborted,
+            OwnerLost: self._owner_lost,
+            ReplicaUp: self._replica_up,
+            ReplicaLost: self._replica_lost,
+        }
+
+    def step(self, event: Event, now: float) -> list[Effect]:
+        """Take ``event``, which happened at ``now`` (seconds, any origin). Effects are in the order to be done:
+        plans before tokens."""
+        late: list[Effect] = []
+        self._handlers[type(event)](event, late)
+        effects: list[Effect] = []
+        for replica in self.replicas.values():
+            while (plan := replica.plan_next()) is not None:
+                effects.append(plan)
+            ended = replica.take_ended()
+            if ended is not None:
+                late.append(ended)
+        if late:
+            for effect in late:
+                if type(effect) is Delivered:
+                    self._forget(effect)
+            effects += late
+        return effects
+
+    # ---- clients ---------------------------------------------------------------------------------------------
+
+    def _submitted(self, event: Submitted, effects: list[Effect]) -> None:
+        submit, owner = event.submit, event.owner
+        problem = self._problem(owner, submit)
+        if problem is not None:
+            effects.append(problem)
+            return
+        most = min(self.limits.max_model_len, self.max_sequence or self.limits.max_model_len)
+        wanted = submit.prompt_len + submit.max_tokens if submit.max_tokens else most
+        seq = Sequence(self._order, owner, submit, min(wanted, most))
+        self._order += 1
+        self.counters["requests"] += 1
+        if seq.known >= seq.max_len:
+            # A continuation that had all its tokens when control was lost.
+            seq.phase = Phase.DONE
+            self.counters["finished"] += 1
+            effects.append(Delivered(-1, 0, b"", b"", owner, [], [Ended(seq, -1, "length")]))
+            return
+        self.requests.setdefault(owner, {})[submit.key] = seq
+        self._route(seq)
+
+    def _problem(self, owner: int, submit: Submit) -> Rejected | None:
+        def refuse(code: str, field: str, message: str, retry_after_ms: int = 0) -> Rejected:
+            return Rejected(owner, submit.key, code, field, message, retry_after_ms)
+
+        limits = self.limits
+        size = len(submit.tokens)
+        known = size >> 2
+        if size & 3 or not known:
+            return refuse("invalid", "tokens", f"tokens must be a buffer of at least one u32, not of {size} bytes")
+        if not 1 <= submit.prompt_len <= known:
+            return refuse("invalid", "prompt_len", f"prompt_len must be from 1 to {known}, not {submit.prompt_len}")
+        if submit.key in self.requests.get(owner, ()):
+            return refuse("invalid", "key", f"request {submit.key} is still running")
+        most = min(limits.max_model_len, self.max_sequence or limits.max_model_len)
+        if submit.prompt_len >= most:
+            where = "the model's length" if most == limits.max_model_len else "the block pool"
+            return refuse(
+                "too_long",
+                "tokens",
+                f"the prompt has {submit.prompt_len} tokens; with at least one of output {where} allows {most - 1}",
+            )
+        waiting = len(self.homeless) + sum(len(r.waiting) for r in self.replicas.values())
+        if known == submit.prompt_len and waiting >= limits.max_queued:
+            return refuse("overloaded", "", f"{waiting} requests are waiting, the most that may", 1000)
+        return None
+
+    def _aborted(self, event: Aborted, effects: list[Effect]) -> None:
+        seq = self.requests.get(event.owner, {}).get(event.key)
+        if seq is not None:
+            self._end(seq, "abort", effects)
+
+    def _owner_lost(self, event: OwnerLost, effects: list[Effect]) -> None:
+        for seq in list(self.requests.get(event.owner, {}).values()):
+            self._end(seq, "abort", effects)
+
+    def _end(self, seq: Sequence, reason: str, effects: list[Effect], message: str = "") -> None:
+        slot = seq.slot if seq.phase not in (Phase.WAITING, Phase.DONE) else -1
+        home = self._homes.pop(seq, None)
+        if home is None:
+            self.homeless.remove(seq)
+            seq.phase = Phase.DONE
+        else:
+            home.remove(seq)
+        ended = Ended(seq, slot, reason, message)
+        effects.append(Delivered(-1 if home is None else home.index, 0, b"", b"", seq.owner, [], [ended]))
+
+    def _forget(self, delivered: Delivered) -> None:
+        """Drop what has finished from the books."""
+        for ended in delivered.ends:
+            if ended.reason != "paused":
+                seq = ended.seq
+                owned = self.requests.get(seq.owner)
+                if owned is not None and owned.pop(seq.key, None) is not None:
+                    self.counters["finished"] += 1
+                    if not owned:
+                        del self.requests[seq.owner]
+                self._homes.pop(seq, None)
+
+    # ---- replicas --------------------------------------------------------------------------------------------
+
+    def _route(self, seq: Sequence) -> None:
+        best = None
+        if len(self.replicas) == 1:
+            best = next(iter(self.replicas.values()))
+        elif self.replicas:
+            best = min(
+                self.replicas.values(),
+                key=lambda r: (
+                    -r.pool.match(seq.tokens, seq.salt).blocks,
+                    len(r.running) + len(r.waiting),
+                    r.index,
+                ),
+            )
+        if best is None:
+            self.homeless.append(seq)
+            self.homeless.sort(key=lambda s: s.order)
+        else:
+            self._homes[seq] = best
+            best.enqueue(seq)
+
+    def _replica_up(self, event: ReplicaUp, effects: list[Effect]) -> None:
+        if event.replica in self.replicas:
+            self._replica_lost(ReplicaLost(event.replica), effects)
+        limits = self.limits
+        replica = Replica(event.replica, event.epoch, event.stages, event.num_blocks, event.num_slots, limits)
+        self.replicas[event.replica] = replica
+        # The last token's KV is never written.
+        room = event.num_blocks * limits.block_size + 1
+        self.max_sequence = room if not self.max_sequence else min(self.max_sequence, room)
+        homeless, self.homeless = self.homeless, []
+        for seq in homeless:
+            if seq.max_len > self.max_sequence:
+                if seq.known >= self.max_sequence:
+                    seq.phase = Phase.DONE
+                    message = (
+                        f"the block pool holds {self.max_sequence} tokens of a sequence, this one has {seq.known}"
+                    )
+                    effects.append(
+                        Delivered(event.replica, 0, b"", b"", seq.owner, [], [Ended(seq, -1, "error", message)])
+                    )
+                    continue
+                seq.max_len = self.max_sequence
+            self._route(seq)
+
+    def _replica_lost(self, event: ReplicaLost, effects: list[Effect]) -> None:
+        replica = self.replicas.pop(event.replica, None)
+        if replica is None:
+            return
+        counters = self.counters
+        counters["preemptions"] += replica.preemptions
+        counters["iterations"] += replica.step
+        counters["cache_queries"] += replica.cache_queries
+        counters["cache_hits"] += replica.cache_hits
+        unfinished, ends = replica.evacuate()
+        delivered = Delivered(replica.index, replica.step, b"", b"", -1, [], ends)
+        for seq in unfinished:
+            del self._homes[seq]
+            if seq.deaths >= FATAL_DEATHS:
+                seq.phase = Phase.DONE
+                message = f"a worker died {seq.deaths} times while this request was running, the last time alone"
+                delivered.ends.append(Ended(seq, -1, "error", message))
+            else:
+                self._route(seq)
+        effects.append(delivered)
+
+    def _returned(self, event: Returned, effects: list[Effect]) -> None:
+        replica = self.replicas.get(event.replica)
+        if replica is None:
+            return
+        effect = replica.receive(event.result)
+        if effect is not None:
+            effects.append(effect)
+
+
+__all__ = ["Engine", "OutOfStep"]

@@ -1,0 +1,140 @@
+"""The invariants of the core, checked from scratch. Called by tests after every step, by the server when
+``EVENFLOW_CHECK=1`` is set, and whenever the server goes idle. Costs what runs; changes nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from .blocks import BlockPool, Node
+from .engine import Engine
+from .lane import Lane
+from .replica import Replica
+from .sequence import Phase, Sequence
+
+
+class IntegrityError(AssertionError):
+    """An invariant of the core does not hold; the text says which and where."""
+
+
+def check_integrity(engine: Engine) -> None:
+    """Raise ``IntegrityError`` at the first invariant that does not hold."""
+    for replica in engine.replicas.values():
+        check_replica(replica)
+    located = Counter(s for r in engine.replicas.values() for s in [*r.running, *r.settling, *r.waiting])
+    located.update(engine.homeless)
+    for owner, requests in engine.requests.items():
+        for key, seq in requests.items():
+            _require(seq.owner == owner and seq.key == key, f"{seq} is filed under {owner}/{key}")
+            _require(seq.phase is not Phase.DONE, f"{seq} is done and still filed")
+            _require(located.pop(seq, 0) == 1, f"{seq} is not in exactly one place")
+    _require(not located, f"sequences that no client asked for: {list(located)}")
+
+
+def check_replica(replica: Replica) -> None:
+    """Check one replica."""
+    limits = replica.limits
+    _check_pool(replica.pool, replica.running)
+    for seq in replica.running:
+        _require(seq.phase in (Phase.PREFILL, Phase.DECODE), f"{seq} runs in phase {seq.phase.name}")
+        _require(replica.owners[seq.slot] is seq, f"slot {seq.slot} is not {seq}'s")
+        _require((seq.phase is Phase.PREFILL) == (seq in replica.prefills), f"{seq} and the prefills disagree")
+        _require(0 <= seq.computed <= seq.max_len, f"{seq} has {seq.computed} computed tokens")
+        _require(
+            replica.pool.blocks_for(seq.planned) <= len(seq.table) <= replica.pool.blocks_for(seq.max_len),
+            f"{seq}: {len(seq.table)} blocks for {seq.planned} tokens",
+        )
+    for name in ("running", "prefills", "waiting"):
+        orders = [s.order for s in getattr(replica, name)]
+        _require(orders == sorted(set(orders)), f"{name} is not in admission order")
+    _require(len(replica.running) <= replica.max_running, "more sequences than the limit")
+    for seq in [*replica.waiting, *replica.settling]:
+        _require(not seq.table and not seq.node and not seq.dups, f"{seq} holds blocks")
+    for seq in replica.waiting:
+        _require(seq.phase is Phase.WAITING and not seq.pending, f"{seq} waits")
+    decoding = {s for s in replica.running if s.phase is Phase.DECODE}
+    for lane in replica.lanes:
+        decoding -= _check_lane(lane, replica)
+        _require(lane.count <= limits.token_budget, f"lane {lane.index} has {lane.count} decodes")
+    _require(not decoding, f"decoding in no lane: {decoding}")
+    _check_slots(replica)
+    _require(len(replica.inflight) <= replica.stages + 1, "too many plans in flight")
+    if not replica.running and not replica.settling:
+        _require(replica.pool.available == replica.pool.num_blocks, "idle, but blocks are held")
+
+
+def _check_lane(lane: Lane, replica: Replica) -> set[Sequence]:
+    members: set[Sequence] = set()
+    for slot in range(lane.width):
+        if lane.bitmap[slot >> 3] >> (slot & 7) & 1:
+            seq = replica.owners[slot]
+            _require(seq is not None and seq.lane is lane, f"lane {lane.index} has slot {slot} of {seq}")
+            assert seq is not None
+            members.add(seq)
+            _require(lane.grow[seq.bucket].get(slot) is seq.table, f"{seq} is missing in its growth bucket")
+            _require(lane.ends.get(seq.end_tick, {}).get(slot) is seq, f"{seq} has no end")
+            _require(seq.end_tick >= lane.tick, f"{seq} should have ended at tick {seq.end_tick}")
+    _require(len(members) == lane.count, f"lane {lane.index} counts {lane.count}, has {len(members)}")
+    _require(sum(map(len, lane.grow)) == lane.count, f"lane {lane.index} has stale growth entries")
+    _require(sum(map(len, lane.ends.values())) == lane.count, f"lane {lane.index} has stale end entries")
+    _require(sum(map(len, lane.collect.values())) <= lane.count, f"lane {lane.index} has stale columns")
+    _require(Counter(s.owner for s in members) == Counter(lane.owners), f"lane {lane.index} miscounts owners")
+    kv_tokens = sum(s.join_known + lane.tick - s.join_tick for s in members)
+    _require(kv_tokens == lane.kv_tokens, f"lane {lane.index} sums {lane.kv_tokens} KV tokens, has {kv_tokens}")
+    in_flight = sum(record.lane is lane for record in replica.inflight)
+    _require(lane.in_flight == in_flight == lane.tick - lane.done, f"lane {lane.index} has {in_flight} plans out")
+    _require(in_flight <= 2, f"lane {lane.index} has {in_flight} plans out")
+    return members
+
+
+def _check_slots(replica: Replica) -> None:
+    fenced = [slot for record in replica.inflight for slot in record.fenced]
+    free = replica.free_slots
+    used = {s.slot for s in replica.running}
+    _require(len(fenced) == len(set(fenced)) and not used & set(fenced), "a slot is fenced twice or while in use")
+    _require(not used & set(free) and not set(fenced) & set(free), "a free slot is in use or fenced")
+    _require(len(used) + len(fenced) + len(free) == len(replica.owners), "slots were lost")
+    collectors = Counter(s for r in replica.inflight for s in [*r.finals, *r.late])
+    for seq, count in collectors.items():
+        _require(seq.pending == count, f"{seq} expects {seq.pending} results, {count} are to come")
+
+
+def _check_pool(pool: BlockPool, running: list[Sequence]) -> None:
+    owned: Counter[int] = Counter(pool.free)
+    passing: Counter[Node] = Counter()
+    for seq in running:
+        path: list[int] = []
+        node = seq.node
+        while node is not None and node.parent is not None:
+            passing[node] += 1
+            path = node.blocks + path
+            node = node.parent
+        owned.update(seq.table[seq.named :])
+        owned.update(seq.dups)
+        _require(len(path) == seq.named, f"{seq}: {seq.named} blocks named, {len(path)} in the tree")
+        shared = set(path) | set(seq.dups)
+        _require(set(seq.table[: seq.named]) <= shared, f"{seq} uses blocks that it holds no reference on")
+        _require(len(set(seq.table)) == len(seq.table), f"{seq} has a block twice")
+    idle = pool.idle_nodes()
+    place = {node: i for i, node in enumerate(idle)}
+    for node in pool.nodes():
+        owned.update(node.blocks)
+        size = 4 * pool.block_size
+        _require(len(node.key) == size * len(node.blocks) > 0, "a run's tokens and blocks differ in length")
+        parent = node.parent
+        assert parent is not None
+        _require(parent.children.get(node.key[:size]) is node, "a run is not its parent's child")
+        _require(node.refs == passing[node], f"a run has {node.refs} references, {passing[node]} tables pass it")
+        _require((node.refs == 0) == (node in place), "the LRU does not hold exactly the idle runs")
+        if node.refs == 0 and parent in place:
+            _require(place[node] < place[parent], "a run would be evicted before its continuation")
+    _require(set(passing) <= set(pool.nodes()), "a table refers to a run that left the tree")
+    _require(pool.evictable == sum(len(node.blocks) for node in idle), "the count of cached blocks is wrong")
+    _require(
+        len(owned) == pool.num_blocks and all(count == 1 for count in owned.values()),
+        "a block is not exactly one of free, cached, referenced",
+    )
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise IntegrityError(what)

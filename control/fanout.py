@@ -1,0 +1,125 @@
+"""From the core's deliveries to each client's stream of ticks. Sans-I/O; called by the server and by tests.
+
+A client's stream is ordered, and ownership of slots travels in it: a slot belongs to a request from the tick of its
+first token until its end, so a token can never reach another request. An iteration whose rows all belong to one
+client (a gateway, usually) is passed on as it came, without touching a row.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+from .core.events import Delivered, Ended
+from .core.sequence import Sequence
+from .wire import NO_SLOT, End, Tick
+
+
+class Fanout:
+    """Which request owns which slot, as the clients were told."""
+
+    def __init__(self) -> None:
+        self._owned: dict[tuple[int, int], Sequence] = {}
+        self._sent: dict[int, int] = {}
+
+    def forget(self, owner: int) -> None:
+        """The client is gone."""
+        self._sent.pop(owner, None)
+        for place in [place for place, seq in self._owned.items() if seq.owner == owner]:
+            del self._owned[place]
+
+    def ticks(self, delivered: Delivered) -> list[tuple[int, Tick]]:
+        """One message for each client concerned."""
+        replica = delivered.replica
+        owned = self._owned
+        for slot, seq in delivered.starts:
+            owned[replica, slot] = seq
+        live, sole = delivered.live, delivered.sole
+        if sole >= 0:
+            if not delivered.ends and not delivered.starts:
+                return [(sole, self._tick(sole, delivered, live, True, delivered.ids))]
+            if all(ended.seq.owner == sole for ended in delivered.ends):
+                tick = self._tick(
+                    sole, delivered, live, True, delivered.ids, delivered.starts, self._ends(delivered.ends, replica)
+                )
+                return [(sole, tick)]
+        return self._split(delivered)
+
+    def _split(self, delivered: Delivered) -> list[tuple[int, Tick]]:
+        replica, live, owned = delivered.replica, delivered.live, self._owned
+        slots: dict[int, list[int]] = {}
+        for byte, bits in enumerate(live):
+            while bits:
+                low = bits & -bits
+                bits ^= low
+                slot = (byte << 3) + low.bit_length() - 1
+                slots.setdefault(owned[replica, slot].owner, []).append(slot)
+        starts: dict[int, list[tuple[int, Sequence]]] = {}
+        for start in delivered.starts:
+            starts.setdefault(start[1].owner, []).append(start)
+        ends: dict[int, list[Ended]] = {}
+        for ended in delivered.ends:
+            ends.setdefault(ended.seq.owner, []).append(ended)
+        values = memoryview(delivered.ids).cast("I")
+        ticks: list[tuple[int, Tick]] = []
+        for owner in dict.fromkeys([*slots, *starts, *ends]):
+            mine = slots.get(owner, [])
+            bitmap = bytearray((mine[-1] >> 3) + 1 if mine else 0)
+            for slot in mine:
+                bitmap[slot >> 3] |= 1 << (slot & 7)
+            told = self._ends(ends.get(owner, []), replica)
+            if not mine and not told:
+                continue
+            ids = array("I", [values[slot] for slot in mine]).tobytes()
+            ticks.append((owner, self._tick(owner, delivered, bitmap, False, ids, starts.get(owner), told)))
+        return ticks
+
+    def _tick(
+        self,
+        owner: int,
+        delivered: Delivered,
+        live: bytes | bytearray,
+        dense: bool,
+        ids: bytes | memoryview,
+        starts: list[tuple[int, Sequence]] | None = None,
+        ends: list[End] | None = None,
+    ) -> Tick:
+        sequence = self._sent.get(owner, 0)
+        self._sent[owner] = sequence + 1
+        slots = keys = b""
+        if starts:
+            slots = array("H", [slot for slot, _ in starts]).tobytes()
+            keys = array("Q", [seq.key for _, seq in starts]).tobytes()
+        # MessagePack's encoder takes any buffer; the copy would cost more than the rest.
+        return Tick(
+            sequence,
+            delivered.step,
+            live,  # pyright: ignore[reportArgumentType]
+            dense,
+            ids,  # pyright: ignore[reportArgumentType]
+            slots,
+            keys,
+            ends or [],
+            max(delivered.replica, 0),
+        )
+
+    def _ends(self, ended: list[Ended], replica: int) -> list[End]:
+        told: list[End] = []
+        for end in ended:
+            seq = end.seq
+            place = (replica, end.slot)
+            owns = self._owned.get(place) is seq
+            if owns:
+                del self._owned[place]
+            elif end.reason == "paused":
+                continue
+            told.append(
+                End(
+                    seq.key,
+                    end.slot if owns else NO_SLOT,
+                    end.reason,
+                    seq.known - seq.prompt_len,
+                    seq.cached,
+                    end.message,
+                )
+            )
+        return told

@@ -1,0 +1,455 @@
+"""The control process: sockets and time around the core.
+
+One thread, one event loop. Messages become events of the core; its effects become messages, plans before tokens. The
+sockets are read without futures: the loop watches their descriptors, and each wake-up empties them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import secrets
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+import zmq
+
+from .core.engine import Engine
+from .core.events import (
+    Aborted,
+    Delivered,
+    Event,
+    Limits,
+    OutOfStep,
+    OwnerLost,
+    Rejected,
+    SendPlan,
+    Submitted,
+)
+from .core.integrity import IntegrityError, check_integrity
+from .fanout import Fanout
+from .sessions import MAX_BACKLOG, Session, Sessions
+from .status import snapshot
+from .supervision import Action, Occur, Supervisor
+from .wire import (
+    PROTOCOL_VERSION,
+    Abort,
+    ClientHello,
+    Refused,
+    Status,
+    StatusReply,
+    Submit,
+    Subscribe,
+    Unknown,
+    Welcome,
+    WireError,
+    decode_from_client,
+    decode_from_worker,
+    encode,
+)
+from .wire.sockets import Socket, bind_router, close_context, new_context
+
+log = structlog.get_logger("evenflow.control")
+
+#: Messages taken from a socket before the other gets its turn.
+BURST = 64
+TICK_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class ControlOptions:
+    """What the control process is started with. ``limits`` are wishes until the workers have said theirs."""
+
+    workers: str
+    clients: str
+    links: str
+    limits: Limits
+    replicas: int = 1
+    stages: int = 1
+    max_model_len: int | None = None
+    hang_timeout: float = 15.0
+    drain_timeout: float = 30.0
+    model_name: str | None = None
+
+
+class Intake:
+    """Reads a ROUTER whenever it has something. Its descriptor only signals changes, so after every send and every
+    read the socket is asked again."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, socket: Socket, take: Callable[[bytes, list[bytes]], None]
+    ) -> None:
+        self.socket = socket
+        self._loop = loop
+        self._take = take
+        self._scheduled = False
+        self._descriptor = int(socket.getsockopt(zmq.FD))
+        loop.add_reader(self._descriptor, self.drain)
+
+    def drain(self) -> None:
+        """Take in what is there, at most a burst of it."""
+        self._scheduled = False
+        for _ in range(BURST):
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._take(frames[0], frames[1:])
+        self.kick()
+
+    def send(self, identity: bytes, frames: list[bytes]) -> None:
+        """Raises ``zmq.Again`` if the peer's queue is full, ``zmq.ZMQError`` if it is not connected."""
+        self.socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=True)
+        self.kick()
+
+    def kick(self) -> None:
+        if not self._scheduled and int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._scheduled = True
+            self._loop.call_soon(self.drain)
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._descriptor)
+
+
+class ControlServer:
+    """Runs until it is told to stop. Use ``serve``."""
+
+    def __init__(self, options: ControlOptions, loop: asyncio.AbstractEventLoop) -> None:
+        self.options = options
+        self.instance = secrets.randbits(63)
+        self.engine: Engine | None = None
+        self.fanout = Fanout()
+        self.sessions = Sessions()
+        self.supervisor = Supervisor(
+            options.limits,
+            replicas=options.replicas,
+            stages=options.stages,
+            links=options.links,
+            instance=self.instance,
+            # Epochs of an earlier life are smaller: it is at least a tenth of a second older than each of ours.
+            epoch=int(time.time() * 10) & 0x7FFFFFFF,
+            hang_timeout=options.hang_timeout,
+            model_len=options.max_model_len,
+        )
+        self.draining = False
+        self.bad_frames = 0
+        self.stopped = asyncio.Event()
+        self._early: list[tuple[int, Submit]] = []  #: submissions before any replica was there
+        self._check = os.environ.get("EVENFLOW_CHECK") == "1"
+        self._busy = False
+        self._told_ready = False
+        self._complained = 0.0
+        self._second = 0.0
+        self._deadline: float | None = None
+        self._context = new_context()
+        self._workers = Intake(loop, bind_router(self._context, options.workers, hwm=65_536), self._from_worker)
+        self._clients = Intake(loop, bind_router(self._context, options.clients), self._from_client)
+
+    # ---- workers ---------------------------------------------------------------------------------------------
+
+    def _from_worker(self, identity: bytes, frames: list[bytes]) -> None:
+        try:
+            message = decode_from_worker(frames[0] if len(frames) == 1 else b"")
+        except WireError as error:
+            self._complain("workers", error)
+            return
+        self._act(self.supervisor.take(identity, message, time.monotonic()))
+
+    def _act(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Occur):
+                if self.engine is None:
+                    assert self.supervisor.limits is not None
+                    self.engine = Engine(self.supervisor.limits)
+                self._step(action.event)
+                early, self._early = self._early, []
+                for owner, submit in early:
+                    self._step(Submitted(owner, submit))
+            else:
+                self._post(action.identity, [encode(action.message)])
+        if self.supervisor.ready != self._told_ready:
+            self._welcome_all()
+
+    def _post(self, identity: bytes, frames: list[bytes]) -> None:
+        try:
+            self._workers.send(identity, frames)
+        except zmq.Again:
+            self._act(self.supervisor.gone(identity, time.monotonic()))
+        except zmq.ZMQError as error:
+            if error.errno != errno.EHOSTUNREACH:
+                raise
+            self._act(self.supervisor.gone(identity, time.monotonic()))
+
+    # ---- the core --------------------------------------------------------------------------------------------
+
+    def _step(self, event: Event) -> None:
+        engine = self.engine
+        assert engine is not None
+        now = time.monotonic()
+        for effect in engine.step(event, now):
+            kind = type(effect)
+            if kind is SendPlan:
+                self._send_plan(effect, now)  # pyright: ignore[reportArgumentType]
+            elif kind is Delivered:
+                for owner, tick in self.fanout.ticks(effect):  # pyright: ignore[reportArgumentType]
+                    session = self.sessions.by_owner.get(owner)
+                    if session is not None:
+                        self._tell(session, encode(tick))
+            elif isinstance(effect, Rejected):
+                session = self.sessions.by_owner.get(effect.owner)
+                if session is not None:
+                    refused = Refused(effect.key, effect.code, effect.field, effect.message, effect.retry_after_ms)
+                    self._tell(session, encode(refused))
+            elif isinstance(effect, OutOfStep):
+                log.error("result contradicts the plans", replica=effect.replica, reason=effect.reason)
+                self._act(self.supervisor.out_of_step(effect.replica, effect.reason, now))
+        if self._check:
+            check_integrity(engine)
+        if engine.requests:
+            self._busy = True
+        elif self._busy:
+            self._busy = False
+            self._idle(engine)
+
+    def _send_plan(self, send: SendPlan, now: float) -> None:
+        if self.supervisor.sites[send.replica].epoch != send.plan.epoch:
+            return
+        frames = [encode(register) for register in send.registers]
+        frames.append(encode(send.plan))
+        self.supervisor.sent(send, now)
+        for identity in self.supervisor.identities(send.replica):
+            self._post(identity, frames)
+
+    def _idle(self, engine: Engine) -> None:
+        try:
+            check_integrity(engine)
+        except IntegrityError as error:
+            log.error("integrity check failed", problem=str(error))
+        if self.draining:
+            self._finish()
+
+    # ---- clients ---------------------------------------------------------------------------------------------
+
+    def _from_client(self, identity: bytes, frames: list[bytes]) -> None:
+        now = time.monotonic()
+        session = self.sessions.by_identity.get(identity)
+        if session is not None:
+            session.seen = now
+        try:
+            message = decode_from_client(frames[0] if len(frames) == 1 else b"")
+        except WireError as error:
+            self._complain("clients", error)
+            self._reply(identity, encode(Refused(None, "protocol", "", str(error)[:1000])))
+            return
+        if isinstance(message, ClientHello):
+            self._hello(identity, message, now)
+        elif session is None:
+            self._reply(identity, encode(Unknown(self.instance)))
+        elif isinstance(message, Submit):
+            self._submit(session, message)
+        elif isinstance(message, Abort):
+            self._early = [e for e in self._early if (e[0], e[1].key) != (session.owner, message.key)]
+            if self.engine is not None:
+                self._step(Aborted(session.owner, message.key))
+        elif isinstance(message, Status):
+            self._tell(session, encode(self._status(message.nonce)))
+        elif isinstance(message, Subscribe):
+            session.interval, session.due = message.interval_ms / 1000, now
+
+    def _hello(self, identity: bytes, hello: ClientHello, now: float) -> None:
+        if hello.version != PROTOCOL_VERSION:
+            text = f"protocol version {hello.version}, this control process speaks {PROTOCOL_VERSION}"
+            self._reply(identity, encode(Refused(None, "protocol", "version", text)))
+            return
+        session, old = self.sessions.open(identity, hello.name, now)
+        if old is not None:
+            self._lost(old)
+        self._tell(session, self._welcome())
+
+    def _submit(self, session: Session, submit: Submit) -> None:
+        if self.draining:
+            seconds = max(1, round(self.options.drain_timeout))
+            refused = Refused(submit.key, "draining", "", "the server is shutting down", seconds * 1000)
+            self._tell(session, encode(refused))
+        elif self.engine is None:
+            if len(self._early) >= self.options.limits.max_queued:
+                refused = Refused(submit.key, "overloaded", "", "too many requests wait for the workers", 1000)
+                self._tell(session, encode(refused))
+            else:
+                self._early.append((session.owner, submit))
+        else:
+            self._step(Submitted(session.owner, submit))
+
+    def _lost(self, session: Session) -> None:
+        self._early = [e for e in self._early if e[0] != session.owner]
+        if self.engine is not None:
+            self._step(OwnerLost(session.owner))
+        self.fanout.forget(session.owner)
+
+    def _cut(self, session: Session, reason: str) -> None:
+        log.warning("client cut off", client=session.name, reason=reason)
+        self.sessions.close(session)
+        self._lost(session)
+
+    def _tell(self, session: Session, frame: bytes) -> None:
+        backlog = session.backlog
+        if backlog:
+            backlog.append(frame)
+            self._flush(session)
+            if len(backlog) > MAX_BACKLOG and self.sessions.by_owner.get(session.owner) is session:
+                self._cut(session, f"it left {len(backlog)} messages unread")
+            return
+        try:
+            self._clients.send(session.identity, [frame])
+        except zmq.Again:
+            backlog.append(frame)
+        except zmq.ZMQError as error:
+            if error.errno != errno.EHOSTUNREACH:
+                raise
+            self._cut(session, "its connection is gone")
+
+    def _flush(self, session: Session) -> None:
+        backlog = session.backlog
+        try:
+            while backlog:
+                self._clients.send(session.identity, [backlog[0]])
+                backlog.popleft()
+        except zmq.Again:
+            return
+        except zmq.ZMQError as error:
+            if error.errno != errno.EHOSTUNREACH:
+                raise
+            backlog.clear()
+            self._cut(session, "its connection is gone")
+
+    def _reply(self, identity: bytes, frame: bytes) -> None:
+        """An answer to somebody without a session: it may be lost."""
+        try:
+            self._clients.send(identity, [frame])
+        except zmq.ZMQError as error:
+            if error.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
+                raise
+
+    def _welcome(self) -> bytes:
+        engine, supervisor = self.engine, self.supervisor
+        limits, model = supervisor.limits, supervisor.model
+        return encode(
+            Welcome(
+                PROTOCOL_VERSION,
+                self.instance,
+                self.options.model_name or ("" if model is None else model.model),
+                supervisor.ready and not self.draining,
+                0 if limits is None else limits.max_model_len,
+                0 if model is None else model.vocab_size,
+                0 if limits is None else limits.block_size,
+                0 if engine is None else engine.max_sequence,
+                0 if limits is None else limits.max_num_seqs,
+                0 if limits is None else limits.token_budget,
+                () if model is None else model.eos_ids,
+            )
+        )
+
+    def _welcome_all(self) -> None:
+        self._told_ready = self.supervisor.ready
+        frame = self._welcome()
+        for session in list(self.sessions.by_owner.values()):
+            self._tell(session, frame)
+
+    def _status(self, nonce: int) -> StatusReply:
+        model = self.supervisor.model
+        return StatusReply(
+            nonce,
+            self.instance,
+            self.options.model_name or ("" if model is None else model.model),
+            self.supervisor.ready,
+            self.draining,
+            snapshot(self.engine, self.supervisor, len(self.sessions.by_owner), self.bad_frames),
+            [site.state for site in self.supervisor.sites],
+        )
+
+    # ---- time and end ----------------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Everything that is due by time; called every ``TICK_S`` seconds."""
+        now = time.monotonic()
+        self._act(self.supervisor.tick(now))
+        for session in list(self.sessions.by_owner.values()):
+            if session.backlog:
+                self._flush(session)
+            if session.interval and now >= session.due:
+                session.due = now + session.interval
+                self._tell(session, encode(self._status(0)))
+        if now - self._second >= 1.0:
+            self._second = now
+            self._act(self.supervisor.beat())
+            self._welcome_all()
+            for session in self.sessions.silent(now):
+                self._cut(session, "it was silent")
+        if self._deadline is not None and now >= self._deadline:
+            log.warning("drain limit reached: what still runs is ended")
+            self._finish()
+        # A descriptor that signals changes only may have signalled while nobody looked.
+        self._workers.kick()
+        self._clients.kick()
+
+    def drain(self) -> None:
+        """Refuse what is new, finish what runs, then stop. A second call stops at once."""
+        if self.draining:
+            self._finish()
+            return
+        self.draining = True
+        self._deadline = time.monotonic() + self.options.drain_timeout
+        log.info("draining", requests=0 if self.engine is None else sum(map(len, self.engine.requests.values())))
+        self._welcome_all()
+        if self.engine is None or not self.engine.requests:
+            self._finish()
+
+    def _finish(self) -> None:
+        if not self.stopped.is_set():
+            for session in list(self.sessions.by_owner.values()):
+                self._refuse_unfinished(session)
+            self.stopped.set()
+
+    def _refuse_unfinished(self, session: Session) -> None:
+        requests = {} if self.engine is None else self.engine.requests.get(session.owner, {})
+        for key in list(requests):
+            self._tell(session, encode(Refused(key, "draining", "", "the server was shut down")))
+
+    def _complain(self, socket: str, error: WireError) -> None:
+        self.bad_frames += 1
+        now = time.monotonic()
+        if now - self._complained >= 1.0:
+            self._complained = now
+            log.warning("bad message dropped", socket=socket, problem=str(error)[:200], so_far=self.bad_frames)
+
+    def close(self) -> None:
+        self._workers.close()
+        self._clients.close()
+        close_context(self._context)
+
+
+#: Time for the last tokens to leave, since sockets are closed without lingering.
+PARTING_S = 0.2
+
+
+async def serve(options: ControlOptions) -> None:
+    """Run the control process until SIGTERM or SIGINT has been obeyed."""
+    loop = asyncio.get_running_loop()
+    server = ControlServer(options, loop)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, server.drain)
+    try:
+        while not server.stopped.is_set():
+            server.tick()
+            try:
+                async with asyncio.timeout(TICK_S):
+                    await server.stopped.wait()
+            except TimeoutError:
+                continue
+        await asyncio.sleep(PARTING_S)
+    finally:
+        server.close()

@@ -1,0 +1,374 @@
+"""Workers, replicas and epochs. Sans-I/O: messages and times go in, actions come out; the server carries them out.
+
+Workers dial in. When all stages of a replica have, an epoch starts; when one is lost, restarted, hangs or is out of
+step, the epoch is over: the others drop their slots at the next start and keep their weights. The life of a replica:
+
+    down --every stage said hello--> starting --every stage started--> up
+      ^                                  |                              |
+      +---- a worker is lost, new, silent or contradicts the plans -----+
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import structlog
+
+from .core.events import Event, Limits, ReplicaLost, ReplicaUp, Returned, SendPlan
+from .wire import (
+    PROTOCOL_VERSION,
+    FromWorker,
+    Heartbeat,
+    Hello,
+    KillWorker,
+    LauncherHello,
+    Quit,
+    Redial,
+    Result,
+    Resync,
+    Start,
+    Started,
+    WorkerExited,
+)
+
+log = structlog.get_logger("evenflow.control")
+
+#: A worker that was told to start an epoch answers within this many seconds, or is killed.
+START_TIMEOUT_S = 60.0
+#: A hang is assumed only after this many times the slowest recent iteration.
+HANG_FACTOR = 10
+#: Iterations that count as recent.
+RECENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """Send ``message`` to the peer named ``identity``."""
+
+    identity: bytes
+    message: Start | Heartbeat | Redial | Quit | KillWorker
+
+
+@dataclass(frozen=True, slots=True)
+class Occur:
+    """Give ``event`` to the core."""
+
+    event: Event
+
+
+Action = Post | Occur
+
+
+@dataclass(slots=True)
+class Peer:
+    """A worker that has dialled in."""
+
+    identity: bytes
+    hello: Hello
+    seen: float
+    started: bool = False
+    #: Last step of this epoch that it has returned.
+    step: int = -1
+
+
+@dataclass(slots=True)
+class Site:
+    """What is known of one replica's workers."""
+
+    index: int
+    state: Literal["down", "starting", "up"] = "down"
+    epoch: int = 0
+    num_blocks: int = 0
+    num_slots: int = 0
+    since: float = 0.0
+    peers: dict[tuple[int, int], Peer] = field(default_factory=dict[tuple[int, int], Peer])
+    #: (step, digest) of plans whose result of the last stage has not come.
+    inflight: deque[tuple[int, int | None]] = field(default_factory=deque[tuple[int, "int | None"]])
+    #: When the oldest of them could begin.
+    waiting_since: float = 0.0
+    recent: deque[float] = field(default_factory=lambda: deque([0.0], RECENT))
+    #: (received, started, ended, idle, starved) of each stage's last result, microseconds.
+    timings: dict[int, Result] = field(default_factory=dict[int, Result])
+    digests: dict[int, int] = field(default_factory=dict[int, int])
+
+
+class Supervisor:
+    """``wanted`` are the limits asked for; the effective ones, in ``limits``, are known when a replica first came
+    up. ``epoch`` must be larger than any that earlier lives of the control process used."""
+
+    def __init__(
+        self,
+        wanted: Limits,
+        *,
+        replicas: int,
+        stages: int,
+        links: str,
+        instance: int,
+        epoch: int,
+        hang_timeout: float = 15.0,
+        model_len: int | None = None,
+    ) -> None:
+        self.wanted = wanted
+        self.limits: Limits | None = None
+        self.model: Hello | None = None  #: the first hello: what model is served
+        self.stages = stages
+        self.sites = [Site(i) for i in range(replicas)]
+        self.epoch = epoch
+        self.restarts = 0
+        self.audit_failures = 0
+        self.hang_timeout = hang_timeout
+        self._links = links
+        self._instance = instance
+        self._model_len = model_len
+        self._workers: dict[bytes, tuple[Site, Peer]] = {}
+        self._launcher: bytes | None = None
+
+    # ---- messages --------------------------------------------------------------------------------------------
+
+    def take(self, identity: bytes, message: FromWorker, now: float) -> list[Action]:
+        """A message from the workers' socket."""
+        known = self._workers.get(identity)
+        if known is not None:
+            site, peer = known
+            peer.seen = now
+            if type(message) is Result:
+                return self._result(site, peer, message, now)
+            if isinstance(message, Started):
+                return self._started(site, peer, message, now)
+            if isinstance(message, Resync):
+                if site.state == "down" or message.epoch not in (0, site.epoch):
+                    return []
+                log.warning("worker out of step", replica=site.index, stage=peer.hello.stage, reason=message.reason)
+                return [*self._lose(site, "a worker is out of step"), *self._assemble(site, now)]
+        if isinstance(message, Hello):
+            return self._hello(identity, message, now)
+        if isinstance(message, LauncherHello):
+            self._launcher = identity
+            return []
+        if isinstance(message, WorkerExited):
+            return self._exited(message, now)
+        if known is None and identity != self._launcher:
+            return [Post(identity, Redial(self._instance))]
+        return []
+
+    def _hello(self, identity: bytes, hello: Hello, now: float) -> list[Action]:
+        problem = self._unfit(hello)
+        if problem is not None:
+            log.error("worker refused", replica=hello.replica, stage=hello.stage, reason=problem)
+            return [Post(identity, Quit(problem))]
+        site = self.sites[hello.replica]
+        place = (hello.stage, hello.rank)
+        actions = self._lose(site, "a worker dialled in anew") if site.state != "down" else []
+        old = site.peers.get(place)
+        if old is not None:
+            self._workers.pop(old.identity, None)
+        peer = site.peers[place] = Peer(identity, hello, now)
+        self._workers[identity] = (site, peer)
+        log.info("worker dialled in", replica=hello.replica, stage=hello.stage, rank=hello.rank, pid=hello.pid)
+        return [*actions, *self._assemble(site, now)]
+
+    def _unfit(self, hello: Hello) -> str | None:
+        if hello.version != PROTOCOL_VERSION:
+            return f"protocol version {hello.version}, this control process speaks {PROTOCOL_VERSION}"
+        if (
+            hello.replica >= len(self.sites)
+            or hello.stage >= self.stages
+            or hello.stages != self.stages
+            or hello.rank
+        ):
+            return (
+                f"replica {hello.replica}, stage {hello.stage} of {hello.stages}, rank {hello.rank} does not exist"
+                f" here: {len(self.sites)} replicas of {self.stages} stages, one rank each"
+            )
+        model, limits = self.model, self.limits
+        if model is not None and (model.model, model.vocab_size) != (hello.model, hello.vocab_size):
+            return f"model {hello.model} with {hello.vocab_size} ids, but {model.model} is being served"
+        if limits is not None and limits.block_size != hello.block_size:
+            return f"block size {hello.block_size}, but {limits.block_size} is in use"
+        return None
+
+    def _assemble(self, site: Site, now: float) -> list[Action]:
+        """Begin an epoch if every stage is there."""
+        if site.state != "down" or len(site.peers) < self.stages:
+            return []
+        hellos = [peer.hello for peer in site.peers.values()]
+        num_blocks = min(hello.num_blocks for hello in hellos)
+        self._settle_limits(hellos, num_blocks)
+        limits = self.limits
+        assert limits is not None
+        self.epoch += 1
+        site.state, site.epoch, site.since = "starting", self.epoch, now
+        site.inflight.clear()
+        site.digests.clear()
+        admitted = min(limits.max_num_seqs, limits.token_budget * self.stages)
+        slots = min(admitted + max(8, admitted // 2), *(hello.num_slots for hello in hellos), 65_000)
+        start = Start(
+            site.epoch,
+            self.stages,
+            num_blocks,
+            limits.block_size,
+            slots,
+            limits.token_budget,
+            limits.max_model_len,
+            self._links,
+        )
+        for peer in site.peers.values():
+            peer.started, peer.step = False, -1
+        log.info("epoch starts", replica=site.index, epoch=site.epoch, blocks=num_blocks, slots=slots)
+        site.num_blocks, site.num_slots = num_blocks, slots
+        return [Post(peer.identity, start) for peer in site.peers.values()]
+
+    def _settle_limits(self, hellos: list[Hello], num_blocks: int) -> None:
+        if self.limits is not None:
+            return
+        first = hellos[0]
+        self.model = first
+        length = min(first.max_model_len, self._model_len or first.max_model_len)
+        pool = num_blocks * first.block_size
+        if length > pool:
+            log.warning("max model length lowered to what the block pool holds", asked=length, now=pool)
+            length = pool
+        budget = min(self.wanted.token_budget, *(h.max_tokens for h in hellos))
+        if budget < self.wanted.token_budget:
+            log.warning("token budget lowered to the workers' limit", asked=self.wanted.token_budget, now=budget)
+        seqs = min(self.wanted.max_num_seqs, budget * self.stages, *(h.num_slots for h in hellos))
+        if seqs < self.wanted.max_num_seqs:
+            log.warning("max-num-seqs lowered to token-budget x stages", asked=self.wanted.max_num_seqs, now=seqs)
+        if self.wanted.prefix_caching:
+            log.info("prefix cache on: prompts share full blocks", shortest_prefix_tokens=first.block_size)
+        self.limits = replace(
+            self.wanted,
+            token_budget=budget,
+            max_num_seqs=seqs,
+            max_model_len=length,
+            block_size=first.block_size,
+            tile=first.tile,
+        )
+
+    def _started(self, site: Site, peer: Peer, message: Started, now: float) -> list[Action]:
+        if site.state != "starting" or message.epoch != site.epoch:
+            return []
+        peer.started = True
+        if not all(p.started for p in site.peers.values()):
+            return []
+        site.state, site.since, site.waiting_since = "up", now, now
+        log.info("replica up", replica=site.index, epoch=site.epoch)
+        return [Occur(ReplicaUp(site.index, site.epoch, self.stages, site.num_blocks, site.num_slots))]
+
+    def _result(self, site: Site, peer: Peer, result: Result, now: float) -> list[Action]:
+        if site.state != "up" or result.epoch != site.epoch:
+            return []
+        stage = peer.hello.stage
+        peer.step = result.step
+        site.timings[stage] = result
+        if result.digest is not None and site.digests.get(result.step) not in (None, result.digest):
+            self.audit_failures += 1
+            log.error("a worker's tables differ from control's", replica=site.index, stage=stage, step=result.step)
+            return [*self._lose(site, "the audit failed"), *self._assemble(site, now)]
+        if stage != self.stages - 1:
+            return []
+        inflight = site.inflight
+        if inflight and inflight[0][0] == result.step:
+            inflight.popleft()
+            site.digests.pop(result.step, None)
+            site.recent.append(now - site.waiting_since)
+            site.waiting_since = now
+        return [Occur(Returned(site.index, result))]
+
+    def _exited(self, message: WorkerExited, now: float) -> list[Action]:
+        log.error(
+            "worker process ended",
+            replica=message.replica,
+            stage=message.stage,
+            pid=message.pid,
+            status=message.status,
+        )
+        self.restarts += 1
+        if message.replica >= len(self.sites):
+            return []
+        site = self.sites[message.replica]
+        peer = site.peers.get((message.stage, message.rank))
+        if peer is None or peer.hello.pid != message.pid:
+            return []
+        return self._drop(site, peer, "a worker process ended")
+
+    # ---- time ------------------------------------------------------------------------------------------------
+
+    def sent(self, plan: SendPlan, now: float) -> None:
+        """A plan is on its way to every rank."""
+        site = self.sites[plan.replica]
+        if not site.inflight:
+            site.waiting_since = now
+        step = plan.plan.step
+        site.inflight.append((step, plan.digest))
+        if plan.digest is not None:
+            site.digests[step] = plan.digest
+
+    def identities(self, replica: int) -> Iterable[bytes]:
+        """Every rank of a replica."""
+        return [peer.identity for peer in self.sites[replica].peers.values()]
+
+    def tick(self, now: float) -> list[Action]:
+        """To be called about four times a second: finds what hangs, tells all that control lives."""
+        actions: list[Action] = []
+        for site in self.sites:
+            if site.state == "up" and site.inflight:
+                limit = max(self.hang_timeout, HANG_FACTOR * max(site.recent))
+                if now - site.waiting_since > limit:
+                    step = site.inflight[0][0]
+                    stuck = next(p for _, p in sorted(site.peers.items()) if p.step < step)
+                    actions += self._kill(site, stuck, f"no result of step {step} for {limit:.1f} s")
+            elif site.state == "starting" and now - site.since > START_TIMEOUT_S:
+                for peer in [p for p in site.peers.values() if not p.started]:
+                    actions += self._kill(site, peer, f"epoch not started after {START_TIMEOUT_S:.0f} s")
+        return actions
+
+    def beat(self) -> list[Action]:
+        """Heartbeats for every worker: once a second."""
+        return [
+            Post(peer.identity, Heartbeat(site.epoch, self._instance))
+            for site in self.sites
+            for peer in site.peers.values()
+        ]
+
+    def gone(self, identity: bytes, now: float) -> list[Action]:
+        """The socket says that this peer is not connected."""
+        if identity == self._launcher:
+            self._launcher = None
+        known = self._workers.get(identity)
+        return self._drop(*known, "its connection is gone") if known is not None else []
+
+    def _kill(self, site: Site, peer: Peer, reason: str) -> list[Action]:
+        hello = peer.hello
+        log.error("worker hangs", replica=site.index, stage=hello.stage, pid=hello.pid, reason=reason)
+        actions = self._drop(site, peer, reason)
+        if self._launcher is not None:
+            actions.append(Post(self._launcher, KillWorker(hello.replica, hello.stage, hello.rank, hello.pid)))
+        return actions
+
+    def _drop(self, site: Site, peer: Peer, reason: str) -> list[Action]:
+        site.peers.pop((peer.hello.stage, peer.hello.rank), None)
+        self._workers.pop(peer.identity, None)
+        return self._lose(site, reason)
+
+    def _lose(self, site: Site, reason: str) -> list[Action]:
+        was, site.state = site.state, "down"
+        site.inflight.clear()
+        site.recent = deque([0.0], RECENT)
+        if was == "down":
+            return []
+        log.warning("epoch over", replica=site.index, epoch=site.epoch, reason=reason)
+        return [Occur(ReplicaLost(site.index))] if was == "up" else []
+
+    def out_of_step(self, replica: int, reason: str, now: float) -> list[Action]:
+        """The core found a result that contradicts the plans."""
+        site = self.sites[replica]
+        return [*self._lose(site, reason), *self._assemble(site, now)]
+
+    @property
+    def ready(self) -> bool:
+        """Whether at least one replica serves."""
+        return any(site.state == "up" for site in self.sites)

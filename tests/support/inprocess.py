@@ -1,0 +1,241 @@
+"""A whole server in one process, without sockets, clock or threads: the real core and fan-out, real executors on
+loopback links, and a client that believes only what the ticks say. Tests choose every interleaving."""
+
+from array import array
+from collections import deque
+from collections.abc import Callable
+
+from evenflow.control.core.engine import Engine
+from evenflow.control.core.events import (
+    Aborted,
+    Delivered,
+    Event,
+    Limits,
+    OutOfStep,
+    Rejected,
+    ReplicaLost,
+    ReplicaUp,
+    Returned,
+    SendPlan,
+    Submitted,
+)
+from evenflow.control.core.integrity import check_integrity
+from evenflow.control.fanout import Fanout
+from evenflow.control.wire import NO_SLOT, Result, Sampling, Start, Submit, Tick, decode_to_client, encode
+from evenflow.dataplane.batch import Runner
+from evenflow.dataplane.executor import Limits as WorkerLimits
+from evenflow.dataplane.simulated.loopback import LoopbackReplica
+
+
+def u32(tokens: list[int] | tuple[int, ...]) -> bytes:
+    return array("I", tokens).tobytes()
+
+
+class StreamClient:
+    """Follows one client's ticks; fails on whatever the protocol forbids."""
+
+    def __init__(self) -> None:
+        self.slots: dict[tuple[int, int], int] = {}
+        self.tokens: dict[int, list[int]] = {}
+        self.ended: dict[int, tuple[str, str]] = {}
+        self.cached: dict[int, int] = {}
+        self.sequence = 0
+
+    def take(self, tick: Tick) -> None:
+        assert tick.sequence == self.sequence, "a tick is missing"
+        self.sequence += 1
+        for slot, key in zip(array("H", tick.start_slots), array("Q", tick.start_keys), strict=True):
+            assert (tick.replica, slot) not in self.slots, f"slot {slot} has an owner"
+            assert key not in self.slots.values(), f"{key} owns a slot already"
+            self.slots[tick.replica, slot] = key
+        live = [s for s in range(8 * len(tick.live)) if tick.live[s >> 3] >> (s & 7) & 1]
+        ids = array("I", tick.ids)
+        for i, slot in enumerate(live):
+            key = self.slots[tick.replica, slot]
+            assert key not in self.ended, f"{key} gets a token after its end"
+            self.tokens[key].append(ids[slot] if tick.dense else ids[i])
+        for end in tick.ends:
+            if end.slot != NO_SLOT:
+                assert self.slots.pop((tick.replica, end.slot)) == end.key
+            if end.reason != "paused":
+                assert end.key not in self.ended, f"{end.key} ends twice"
+                self.ended[end.key] = (end.reason, end.message)
+                self.cached[end.key] = end.cached_tokens
+                assert end.output_tokens == len(self.tokens[end.key])
+
+
+class InProcess:
+    """``make_runner(stage, stages)`` builds the runner of a stage; the pool has the first runner's blocks."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        make_runner: Callable[[int, int], Runner],
+        *,
+        stages: int = 1,
+        replicas: int = 1,
+        num_slots: int = 64,
+        check: bool = True,
+        up: bool = True,
+    ) -> None:
+        self.limits, self.stages, self.num_slots, self.check = limits, stages, num_slots, check
+        self.engine = Engine(limits)
+        self.fanout = Fanout()
+        self.clients: dict[int, StreamClient] = {}
+        self.rejected: list[Rejected] = []
+        self.replicas = [
+            LoopbackReplica(
+                [make_runner(stage, stages) for stage in range(stages)],
+                WorkerLimits(max_tokens=limits.token_budget, num_slots=num_slots),
+            )
+            for _ in range(replicas)
+        ]
+        self.results: list[deque[Result]] = [deque() for _ in range(replicas)]
+        self.digests: dict[tuple[int, int, int], int | None] = {}
+        self.epochs = [0] * replicas
+        self.plans: list[SendPlan] = []
+        self.now = 0.0
+        if up:
+            for replica in range(replicas):
+                self.bring_up(replica)
+
+    # ---- events
+
+    def bring_up(self, replica: int) -> None:
+        self.epochs[replica] += 1
+        hello = self.replicas[replica].hellos(replica)[0]
+        start = Start(
+            self.epochs[replica],
+            self.stages,
+            hello.num_blocks,
+            self.limits.block_size,
+            self.num_slots,
+            self.limits.token_budget,
+            self.limits.max_model_len,
+            "",
+        )
+        self.replicas[replica].start(start)
+        self.results[replica].clear()
+        self.step(ReplicaUp(replica, start.epoch, self.stages, start.num_blocks, start.num_slots))
+
+    def crash(self, replica: int, keep_results: bool = False) -> None:
+        """The replica's workers die: what they have not returned is lost."""
+        if not keep_results:
+            self.results[replica].clear()
+        self.step(ReplicaLost(replica))
+
+    def submit(
+        self,
+        key: int,
+        tokens: list[int],
+        max_tokens: int,
+        *,
+        owner: int = 0,
+        received: list[int] | None = None,
+        sampling: Sampling | None = None,
+        stop_ids: tuple[int, ...] = (),
+        min_tokens: int = 0,
+        salt: bytes = b"",
+    ) -> None:
+        received = received or []
+        client = self.clients.setdefault(owner, StreamClient())
+        client.tokens[key] = list(received)
+        message = Submit(
+            key,
+            f"r{key}",
+            u32([*tokens, *received]),
+            len(tokens),
+            max_tokens,
+            sampling or Sampling(),
+            stop_ids,
+            min_tokens,
+            salt,
+        )
+        self.step(Submitted(owner, message))
+
+    def abort(self, key: int, owner: int = 0) -> None:
+        self.step(Aborted(owner, key))
+
+    def step(self, event: Event) -> None:
+        self.now += 1.0
+        for effect in self.engine.step(event, self.now):
+            if isinstance(effect, SendPlan):
+                self.plans.append(effect)
+                plan = effect.plan
+                chunk_tokens = array("I", plan.chunk_tokens)
+                decodes = sum(byte.bit_count() for byte in plan.decodes)
+                assert 0 < decodes + sum(chunk_tokens) == effect.tokens <= self.limits.token_budget
+                self.digests[effect.replica, plan.epoch, plan.step] = effect.digest
+                self.replicas[effect.replica].submit([encode(m) for m in [*effect.registers, plan]])
+            elif isinstance(effect, Delivered):
+                for owner, tick in self.fanout.ticks(effect):
+                    message = decode_to_client(encode(tick))
+                    assert isinstance(message, Tick)
+                    self.clients[owner].take(message)
+            elif isinstance(effect, OutOfStep):
+                raise AssertionError(effect.reason)
+            else:
+                self.rejected.append(effect)
+        if self.check:
+            check_integrity(self.engine)
+
+    # ---- the device side
+
+    def actions(self) -> list[tuple[Callable[..., None], int, int]]:
+        """What could happen next on the device side, in a fixed order."""
+        found: list[tuple[Callable[..., None], int, int]] = []
+        for index, replica in enumerate(self.replicas):
+            if index not in self.engine.replicas:
+                continue
+            for stage in range(self.stages):
+                if replica.can_run(stage):
+                    found.append((self._run_stage, index, stage))
+            if replica._ids:
+                found.append((self._deliver, index, 0))
+            if self.results[index]:
+                found.append((self._return, index, 0))
+        return found
+
+    def _run_stage(self, replica: int, stage: int) -> None:
+        result = self.replicas[replica].run_stage(stage)
+        assert result is not None
+        expected = self.digests[replica, result.epoch, result.step]
+        assert result.digest == expected, f"step {result.step}: stage {stage} audits differently"
+        if stage == self.stages - 1:
+            self.results[replica].append(result)
+
+    def _deliver(self, replica: int, _: int) -> None:
+        assert self.replicas[replica].deliver_ids()
+
+    def _return(self, replica: int, _: int) -> None:
+        result = self.results[replica].popleft()
+        self.step(Returned(replica, result))
+
+    def run(self, choose: Callable[[int], int] = lambda n: n - 1, most: int = 1_000_000) -> int:
+        """Let the device side go on until nothing is left to do; returns the number of actions."""
+        for count in range(most):
+            actions = self.actions()
+            if not actions:
+                return count
+            action, replica, stage = actions[choose(len(actions))]
+            action(replica, stage)
+        raise AssertionError("the server does not come to rest")
+
+    # ---- what came out
+
+    def tokens(self, key: int, owner: int = 0) -> list[int]:
+        return self.clients[owner].tokens[key]
+
+    def reason(self, key: int, owner: int = 0) -> str | None:
+        ended = self.clients[owner].ended.get(key)
+        return None if ended is None else ended[0]
+
+    def assert_idle(self) -> None:
+        """Nothing runs, nothing leaks."""
+        check_integrity(self.engine)
+        assert not self.engine.requests and not self.engine.homeless
+        for replica in self.engine.replicas.values():
+            assert not replica.running and not replica.waiting and not replica.settling and not replica.inflight
+            assert replica.pool.available == replica.pool.num_blocks
+        for client in self.clients.values():
+            assert not client.slots and set(client.tokens) == set(client.ended)
