@@ -1,0 +1,52 @@
+"""All bounds of the HTTP interface in one table. What is outside is refused before any work is done."""
+
+from dataclasses import dataclass
+
+MIB = 1 << 20
+
+MAX_BODY_BYTES = 8 * MIB
+MAX_HEADER_BYTES = 64 << 10
+MAX_REQUEST_ID = 128
+MAX_MESSAGES = 4096
+MAX_PARTS = 4096
+MAX_PROMPTS = 64
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+MAX_STOP_IDS = 32
+MAX_TEMPLATE_CHARS = 16 * MIB
+TEMPLATE_SECONDS = 5.0
+BODY_SECONDS = 30.0
+#: Silence in a stream after which a comment keeps proxies from closing it.
+KEEP_ALIVE_SECONDS = 15.0
+#: How long a new request waits for a control process that is being restarted.
+CONNECT_SECONDS = 10.0
+#: Headers of a stream wait this long for the first token or a refusal.
+HEADER_SECONDS = 2.0
+#: Texts and renderings above this many characters are handled in a thread.
+INLINE_CHARS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """An inclusive range of a number."""
+
+    low: float
+    high: float
+
+    def __contains__(self, value: float) -> bool:
+        return self.low <= value <= self.high
+
+    def __str__(self) -> str:
+        return f"between {self.low:g} and {self.high:g}"
+
+
+#: top_k -1 and 0 both mean off.
+RANGES: dict[str, Range] = {
+    "temperature": Range(0, 2),
+    "top_p": Range(0, 1),
+    "top_k": Range(-1, (1 << 31) - 1),
+    "max_tokens": Range(1, 1 << 21),
+    "max_completion_tokens": Range(1, 1 << 21),
+    "min_tokens": Range(0, 1 << 21),
+    "seed": Range(-(1 << 63), (1 << 63) - 1),
+}

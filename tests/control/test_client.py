@@ -1,0 +1,336 @@
+"""The Python client against a scripted control process: restarts, gaps, pauses, reused slots."""
+
+import asyncio
+import os
+from array import array
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from evenflow.control.client import AsyncClient, Client
+from evenflow.control.client_state import SILENCE_S, ClientState
+from evenflow.control.wire import (
+    PROTOCOL_VERSION,
+    Abort,
+    ClientHello,
+    ClientPing,
+    End,
+    Refused,
+    Sampling,
+    Submit,
+    Tick,
+    Unknown,
+    Welcome,
+)
+from fake_control import FakeControl
+
+
+def welcome(instance: int = 1) -> Welcome:
+    return Welcome(PROTOCOL_VERSION, instance, "m", True, 4096, 1000, 16, 4096, 256, 256)
+
+
+def tick(
+    sequence: int,
+    tokens: dict[int, int],
+    starts: dict[int, int] | None = None,
+    ends: list[End] | None = None,
+    *,
+    dense: bool = False,
+    replica: int = 0,
+) -> Tick:
+    bitmap = bytearray(max(tokens, default=0) // 8 + 1)
+    for slot in tokens:
+        bitmap[slot // 8] |= 1 << slot % 8
+    if dense:
+        ids = array("I", [tokens.get(slot, 7777) for slot in range(max(tokens, default=-1) + 1)])
+    else:
+        ids = array("I", [tokens[slot] for slot in sorted(tokens)])
+    starts = starts or {}
+    return Tick(
+        sequence,
+        0,
+        bytes(bitmap),
+        dense,
+        ids.tobytes(),
+        array("H", starts.keys()).tobytes(),
+        array("Q", starts.values()).tobytes(),
+        ends or [],
+        replica,
+    )
+
+
+def joined() -> ClientState:
+    state = ClientState("test")
+    state.start(0.0)
+    assert state.outbox == [ClientHello(PROTOCOL_VERSION, "test")]
+    state.outbox.clear()
+    state.receive(welcome(), 0.1)
+    return state
+
+
+def ask(state: ClientState, prompt: list[int], **options: Any) -> Any:
+    options.setdefault("sampling", Sampling())
+    return state.submit(array("I", prompt).tobytes(), name="r", **options)
+
+
+def submits(state: ClientState) -> list[Submit]:
+    return [message for message in state.outbox if isinstance(message, Submit)]
+
+
+def tokens_of(submit: Submit) -> list[int]:
+    return array("I", submit.tokens).tolist()
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_tokens_reach_the_owner_of_their_slot(dense: bool) -> None:
+    state = joined()
+    first, second = ask(state, [1]), ask(state, [2])
+    state.receive(tick(0, {9: 50}, {9: first.key}, dense=dense), 0.2)
+    state.receive(tick(1, {9: 51, 300: 60}, {300: second.key}, dense=dense), 0.2)
+    state.receive(tick(2, {300: 61}, ends=[End(first.key, 9, "stop", 2, 1)], dense=dense), 0.2)
+    assert first.received.tolist() == [50, 51]
+    assert second.received.tolist() == [60, 61]
+    assert first.finish is not None and first.finish.reason == "stop" and first.finish.cached_tokens == 1
+    assert second.finish is None
+
+
+def test_a_reused_slot_gives_nothing_to_its_former_owner() -> None:
+    state = joined()
+    first, second = ask(state, [1]), ask(state, [2])
+    state.receive(tick(0, {4: 50}, {4: first.key}), 0.2)
+    state.abort(first)
+    assert Abort(first.key) in state.outbox
+    # Still under way when the abort was sent.
+    state.receive(tick(1, {4: 51}), 0.2)
+    state.receive(tick(2, {4: 60}, {4: second.key}), 0.2)
+    assert first.received.tolist() == [50]
+    assert second.received.tolist() == [60]
+
+
+def test_slots_of_two_replicas_are_different_slots() -> None:
+    state = joined()
+    first, second = ask(state, [1]), ask(state, [2])
+    state.receive(tick(0, {4: 50}, {4: first.key}, replica=0), 0.2)
+    state.receive(tick(1, {4: 60}, {4: second.key}, replica=1), 0.2)
+    state.receive(tick(2, {4: 51}, replica=0), 0.2)
+    assert first.received.tolist() == [50, 51]
+    assert second.received.tolist() == [60]
+
+
+def test_a_pause_is_no_end() -> None:
+    state = joined()
+    request = ask(state, [1])
+    state.receive(tick(0, {4: 50}, {4: request.key}, [End(request.key, 4, "paused", 1)]), 0.2)
+    state.receive(tick(1, {4: 99}), 0.2)
+    state.receive(tick(2, {8: 51}, {8: request.key}, [End(request.key, 8, "length", 2)]), 0.2)
+    assert request.received.tolist() == [50, 51]
+    assert request.finish is not None and request.finish.reason == "length"
+
+
+def test_a_gap_leads_to_a_new_connection_and_a_continuation() -> None:
+    state = joined()
+    request = ask(state, [1, 2], max_tokens=9)
+    state.receive(tick(0, {4: 50}, {4: request.key}), 0.2)
+    state.receive(tick(2, {4: 52}), 0.3)
+    assert state.connection == 1 and not state.connected
+    assert state.outbox == [ClientHello(PROTOCOL_VERSION, "test")]
+    state.receive(welcome(), 0.4)
+    (again,) = submits(state)
+    assert tokens_of(again) == [1, 2, 50] and again.prompt_len == 2 and again.max_tokens == 9
+    state.receive(tick(0, {6: 51}, {6: request.key}), 0.5)
+    assert request.received.tolist() == [50, 51]
+
+
+def test_unknown_leads_to_a_continuation() -> None:
+    state = joined()
+    request = ask(state, [1])
+    state.receive(tick(0, {4: 50}, {4: request.key}), 0.2)
+    state.receive(Unknown(2), 0.3)
+    state.receive(welcome(2), 0.4)
+    assert [tokens_of(submit) for submit in submits(state)] == [[1, 50]]
+
+
+def test_what_is_complete_is_not_asked_for_again() -> None:
+    state = joined()
+    stopped = ask(state, [1], stop_ids=(50,))
+    full = ask(state, [1], max_tokens=1)
+    early = ask(state, [1], stop_ids=(50,), min_tokens=3)
+    starts = {1: stopped.key, 2: full.key, 3: early.key}
+    state.receive(tick(0, {1: 50, 2: 60, 3: 50}, starts), 0.2)
+    state.receive(Unknown(2), 0.3)
+    state.receive(welcome(2), 0.4)
+    assert stopped.finish is not None and stopped.finish.reason == "stop"
+    assert full.finish is not None and full.finish.reason == "length"
+    assert [submit.key for submit in submits(state)] == [early.key]
+
+
+def test_silence_is_noticed_and_hellos_go_on() -> None:
+    state = joined()
+    state.on_timer(2.0)
+    assert state.outbox == [ClientPing()]
+    state.on_timer(0.1 + SILENCE_S)
+    assert state.phase == "lost" and state.outbox == [ClientHello(PROTOCOL_VERSION, "test")]
+    state.outbox.clear()
+    request = ask(state, [1])
+    assert state.outbox == []
+    state.on_timer(5.0)
+    assert state.outbox == [ClientHello(PROTOCOL_VERSION, "test")]
+    state.receive(welcome(2), 5.1)
+    assert [submit.key for submit in submits(state)] == [request.key]
+
+
+def test_a_refused_continuation_is_tried_again_and_a_new_request_is_not() -> None:
+    state = joined()
+    old = ask(state, [1])
+    state.receive(tick(0, {4: 50}, {4: old.key}), 0.2)
+    state.receive(Unknown(2), 0.3)
+    state.receive(welcome(2), 0.4)
+    new = ask(state, [2])
+    for request in (old, new):
+        state.receive(Refused(request.key, "overloaded", "", "full", 700), 1.0)
+    assert new.finish is not None and new.finish.code == "overloaded" and new.finish.retry_after_ms == 700
+    state.outbox.clear()
+    state.on_timer(1.6)
+    assert submits(state) == []
+    state.on_timer(1.8)
+    assert [submit.key for submit in submits(state)] == [old.key]
+
+
+def test_a_tick_that_lies_about_its_ids_is_like_a_gap() -> None:
+    state = joined()
+    request = ask(state, [1])
+    state.receive(
+        Tick(0, 0, b"\x10", False, b"", array("H", [4]).tobytes(), array("Q", [request.key]).tobytes()), 0.2
+    )
+    assert state.connection == 1 and request.received.tolist() == []
+
+
+# -- through sockets -------------------------------------------------------------------------------------------
+
+
+def run(work: Callable[[str], Coroutine[Any, Any, None]], tmp_path: Path) -> None:
+    asyncio.run(work(f"ipc://{tmp_path}/c"))
+
+
+def count_up(submit: Submit) -> list[int]:
+    """Each next id is the number of tokens before it: a continuation that lost or repeated one would show."""
+    have = len(submit.tokens) // 4
+    return [1000 + number for number in range(have, have + 500)]
+
+
+def test_a_stream_gives_all_tokens_and_the_end(tmp_path: Path) -> None:
+    async def work(endpoint: str) -> None:
+        async with FakeControl(endpoint, count_up) as control, AsyncClient(endpoint) as client:
+            limits = await client.wait_connected(20)
+            assert limits.max_model_len == control.max_model_len
+            stream = await client.submit([5, 6], max_tokens=20, request="mine")
+            ids = [token async for chunk in stream for token in chunk.ids]
+            assert ids == [1000 + number for number in range(2, 22)]
+            assert stream.finish is not None and stream.finish.reason == "length"
+            assert control.submits[0].request == "mine"
+            assert (await client.status()).model == "fake"
+
+    run(work, tmp_path)
+
+
+def test_a_missing_seed_is_drawn(tmp_path: Path) -> None:
+    async def work(endpoint: str) -> None:
+        async with FakeControl(endpoint, count_up) as control, AsyncClient(endpoint) as client:
+            for _ in range(2):
+                await client.submit([5], max_tokens=1, sampling=Sampling(temperature=1.0))
+            await client.submit([5], max_tokens=1, sampling=Sampling(temperature=1.0, seed=3))
+            await control.until(lambda: len(control.submits) == 3)
+            seeds = [submit.sampling.seed for submit in control.submits]
+            assert len(set(seeds)) == 3 and seeds[2] == 3 and 0 not in seeds
+
+    run(work, tmp_path)
+
+
+@pytest.mark.parametrize("clean", [True, False])
+def test_a_restart_of_control_loses_and_repeats_nothing(tmp_path: Path, clean: bool) -> None:
+    async def work(endpoint: str) -> None:
+        async with AsyncClient(endpoint) as client:
+            async with FakeControl(endpoint, count_up, step_s=0.002) as control:
+                streams = [await client.submit([5] * (1 + index), max_tokens=60) for index in range(8)]
+                got = [(await anext(stream)).ids for stream in streams]
+                if not clean:
+                    control.silent = True
+            async with FakeControl(endpoint, count_up, instance=2, step_s=0.001) as control:
+                for ids, stream in zip(got, streams, strict=True):
+                    ids += [token async for chunk in stream for token in chunk.ids]
+                assert all(submit.prompt_len < len(submit.tokens) // 4 for submit in control.submits)
+            for index, ids in enumerate(got):
+                assert ids == [1000 + number for number in range(1 + index, 61 + index)]
+
+    run(work, tmp_path)
+
+
+def test_control_that_falls_silent_is_noticed(tmp_path: Path) -> None:
+    async def work(endpoint: str) -> None:
+        async with FakeControl(endpoint, count_up) as control, AsyncClient(endpoint) as client:
+            await client.wait_connected(20)
+            control.silent = True
+            async with asyncio.timeout(20):
+                while client.connected:
+                    await asyncio.sleep(0.05)
+            control.silent = False
+            await client.wait_connected(20)
+
+    run(work, tmp_path)
+
+
+def test_closing_a_stream_aborts(tmp_path: Path) -> None:
+    async def work(endpoint: str) -> None:
+        async with FakeControl(endpoint, count_up, step_s=0.01) as control, AsyncClient(endpoint) as client:
+            async with await client.submit([5], max_tokens=400) as stream:
+                await anext(stream)
+            await control.until(lambda: bool(control.aborts))
+            assert stream.finish is not None and stream.finish.reason == "abort"
+            await client.abort(stream)
+
+    run(work, tmp_path)
+
+
+def test_paused_through_sockets(tmp_path: Path) -> None:
+    async def work(endpoint: str) -> None:
+        async with FakeControl(endpoint, count_up, step_s=0.002) as control, AsyncClient(endpoint) as client:
+            stream = await client.submit([5], max_tokens=50)
+            ids = (await anext(stream)).ids
+            control.pause(control.submits[0].key)
+            ids += [token async for chunk in stream for token in chunk.ids]
+            assert ids == [1000 + number for number in range(1, 51)]
+
+    run(work, tmp_path)
+
+
+def test_zmq_1_a_client_without_a_server_closes_at_once(tmp_path: Path) -> None:
+    async def work(endpoint: str) -> None:
+        async with asyncio.timeout(10):
+            async with AsyncClient(endpoint) as client:
+                stream = await client.submit([1, 2, 3])
+                with pytest.raises(TimeoutError):
+                    await client.wait_connected(0.05)
+            assert stream.finish is not None and stream.finish.code == "closed"
+
+    run(work, tmp_path)
+
+
+def test_the_synchronous_client(tmp_path: Path) -> None:
+    async def work(endpoint: str) -> None:
+        def use() -> list[int]:
+            with Client(endpoint) as client:
+                client.wait_connected(20)
+                assert client.status().model == "fake"
+                with client.submit([5], max_tokens=400) as stream:
+                    next(iter(stream))
+                stream = client.submit([5], max_tokens=30)
+                ids = [token for chunk in stream for token in chunk.ids]
+                assert stream.finish is not None and stream.finish.reason == "length"
+                return ids
+
+        async with FakeControl(endpoint, count_up, step_s=0.001):
+            assert await asyncio.to_thread(use) == [1000 + number for number in range(1, 31)]
+
+    run(work, tmp_path)
+    assert os.getpid()
