@@ -260,6 +260,7 @@ class ClientState:
                 owners.pop(slot, None)
                 # A key that is not known was aborted here: its tokens go to nobody.
                 if owner := requests.get(key):
+                    self._release(owner)
                     owner.accepted = True
                     owner.slot = (tick.replica, slot)
                     owners[slot] = owner

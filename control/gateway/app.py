@@ -87,9 +87,10 @@ class Guard:
             return
         service = self._service
         given, size = _inspect_headers(scope)
-        echo = given or secrets.token_hex(16).encode()
         # The name inside the service is always our own: two clients may send the same one.
-        scope.setdefault("state", {})["request_id"] = secrets.token_hex(12)
+        name = secrets.token_hex(12)
+        scope.setdefault("state", {})["request_id"] = name
+        echo = given or name.encode()
         began = time.monotonic()
         status = 0
 
@@ -115,7 +116,7 @@ class Guard:
         except Exception as failure:  # answered already, by _broken
             log.error(
                 "request failed",
-                request=scope["state"]["request_id"],
+                request=name,
                 error=type(failure).__name__,
                 at=[
                     f"{Path(frame.filename).name}:{frame.lineno}"
@@ -128,7 +129,7 @@ class Guard:
                 service.metrics.responded(status)
                 log.info(
                     "request",
-                    request=scope["state"]["request_id"],
+                    request=name,
                     path=scope["path"],
                     status=status,
                     ms=round((time.monotonic() - began) * 1000, 1),
