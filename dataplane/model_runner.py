@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..kernels.attention import AttentionBackend, AttnBatch, ReferenceAttention, kv_bytes_per_token
+from ..kernels.attention_cpu import CPUAttention
 from ..kernels.linear import padded_rows
 from ..kernels.sampling import SamplingParams, sample
 from .batch import ModelInfo, SamplingRows, StageBatch
@@ -21,7 +22,10 @@ from .models.llama import LlamaStage
 from .weights import ModelSource, open_model
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"reference": ReferenceAttention}
+BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
+    "cpu": CPUAttention,
+    "reference": ReferenceAttention,
+}
 
 
 class ModelRunner:
@@ -36,7 +40,7 @@ class ModelRunner:
         dtype: str = "bfloat16",
         block_size: int = 16,
         kv_memory: int = 1 << 30,
-        attention: str = "reference",
+        attention: str = "cpu",
         poison: bool = False,
     ) -> None:
         if dtype not in DTYPES:
@@ -132,7 +136,7 @@ def load_runner(
     block_size: int = 16,
     kv_memory: int = 1 << 30,
     threads: int | None = None,
-    attention: str = "reference",
+    attention: str = "cpu",
     poison: bool = False,
 ) -> ModelRunner:
     """Open ``model`` (a path or a packaged model's name) and build the runner of one stage.

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """Scale each row to unit mean square, then by ``weight`` (float32); computed in float32, returned in ``dtype``."""
+    """Scale each row to unit mean square, then by ``weight`` (float32); computed so, returned in ``dtype``."""
     wide = x.to(torch.float32)
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
     return (wide * inverse).mul_(weight).to(dtype)

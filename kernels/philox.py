@@ -1,4 +1,4 @@
-"""Philox4x32-10, the counter-based generator of Salmon et al. (SC'11): random bits as a pure function of key and counter.
+"""Philox4x32-10, the counter-based generator of Salmon et al. (SC'11): bits as a pure function of key and counter.
 
 Every backend must give these very bits, so that a sequence samples the same tokens wherever it runs.
 """

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 
@@ -146,4 +147,4 @@ def split_layers(layers: int, stages: int) -> list[range]:
         raise ModelError(f"{layers} layers cannot be split over {stages} stages")
     share, rest = divmod(layers, stages)
     bounds = [stage * share + min(stage, rest) for stage in range(stages + 1)]
-    return [range(begin, end) for begin, end in zip(bounds, bounds[1:], strict=False)]
+    return [range(begin, end) for begin, end in pairwise(bounds)]

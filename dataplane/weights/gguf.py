@@ -53,7 +53,8 @@ class GGUFSource:
             if tensor.type not in SUPPORTED_TYPES:
                 supported = ", ".join(kind.name for kind in SUPPORTED_TYPES)
                 raise ModelError(
-                    f"{path}: tensor {name} has type {tensor.type.name}, which is not supported; supported: {supported}"
+                    f"{path}: tensor {name} has type {tensor.type.name}, which is not supported; "
+                    f"supported: {supported}"
                 )
         if EMBEDDING not in self._tensors:
             raise ModelError(f"{path} lacks tensor token_embd.weight")
