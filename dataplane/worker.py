@@ -191,7 +191,7 @@ class Worker:
             self._resync(reason)
         elif now_us() >= self._complaint_us:
             self._complaint_us = now_us() + _COMPLAINT_US
-            self._resync(reason)
+            log.warning("ignored: %s", reason)
 
     # -- iterations ------------------------------------------------------------------------------------------
 
