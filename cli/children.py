@@ -86,7 +86,7 @@ def gateway_argv(options: ServeOptions, run: RunDir, fd: int) -> list[str]:
         *("--host", options.host),
         *("--fd", str(fd)),
         *("--drain-timeout", f"{options.drain_timeout + _GATEWAY_MARGIN:g}"),
-        *("--parent-pid", str(os.getpid())),
+        *("--parent", str(os.getpid())),
     ]
 
 

@@ -14,11 +14,12 @@ import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from ..control.wire import Welcome
-from ..control.wire.sockets import WireContext, close_context, new_context
+from ..control.wire.sockets import close_context, new_context
 from .children import Plan, build_plan
-from .links import ControlLink, await_ready
+from .links import ControlLink, watch_ready
 from .listener import PortTaken, listen, url_of
 from .options import ServeOptions, usable_cores
 from .output import Output
@@ -103,6 +104,7 @@ class _Launch:
         self._errand = errand
         self._plan = make_plan(options, run, listener.fileno())
         self._url = url_of(listener)
+        self._was_ready = False
 
     async def run(self) -> tuple[int, str | None]:
         """Exit code, and what is to be said last."""
@@ -115,14 +117,20 @@ class _Launch:
         context = new_context()
         supervisor = Supervisor(self._plan, self._output.say, lambda *death: link.report(*death))
         link = ControlLink(context, self._run_dir.workers_endpoint, supervisor.kill_worker, supervisor.give_up)
-        tasks = [
+        self._ready: asyncio.Future[Welcome] = loop.create_future()
+        tasks: list[asyncio.Task[Any]] = [
             asyncio.ensure_future(link.run()),
-            asyncio.ensure_future(self._watch_start(context, supervisor)),
+            asyncio.ensure_future(
+                watch_ready(
+                    context, self._run_dir.clients_endpoint, lambda welcome: self._welcomed(supervisor, welcome)
+                )
+            ),
+            asyncio.ensure_future(self._watch_start(supervisor)),
         ]
         try:
             self._say_start()
             supervisor.start()
-            return await self._until_end(supervisor, signals, tasks[1])
+            return await self._until_end(supervisor, signals, tasks[2])
         finally:
             for task in tasks:
                 task.cancel()
@@ -136,13 +144,19 @@ class _Launch:
         self._output.say(f"starting {options.model} on {self._url}: control, gateway, {processes}")
         self._output.progress(f"loading {options.model}")
 
-    async def _watch_start(self, context: WireContext, supervisor: Supervisor) -> int | None:
+    def _welcomed(self, supervisor: Supervisor, welcome: Welcome) -> None:
+        supervisor.mark_ready(self._plan.control.name)
+        if not self._ready.done():
+            if welcome.ready:
+                self._ready.set_result(welcome)
+                self._was_ready = True
+        elif welcome.ready != self._was_ready and supervisor.phase == "running":
+            self._was_ready = welcome.ready
+            self._output.say("the server is ready again" if welcome.ready else "the server is not ready")
+
+    async def _watch_start(self, supervisor: Supervisor) -> int | None:
         """Say when the server is ready; then run the errand, if there is one, for its exit code."""
-        welcome = await await_ready(
-            context,
-            self._run_dir.clients_endpoint,
-            lambda _: supervisor.mark_ready(self._plan.control.name),
-        )
+        welcome = await self._ready
         supervisor.mark_ready(*(spec.name for spec in self._plan.workers))
         await self._gateway_answers(supervisor)
         supervisor.mark_ready()

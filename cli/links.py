@@ -94,8 +94,8 @@ class ControlLink:
             await _send(self._dealer, Heartbeat())
 
 
-async def await_ready(context: WireContext, endpoint: str, on_welcome: Callable[[Welcome], None]) -> Welcome:
-    """The first ``Welcome`` that says ready; ``on_welcome`` is called for each. Waits without limit."""
+async def watch_ready(context: WireContext, endpoint: str, on_welcome: Callable[[Welcome], None]) -> None:
+    """Call ``on_welcome`` for each ``Welcome``: at the start, at changes, and as control's sign of life."""
     dealer = _dial(context, endpoint)
     hello = ClientHello(version=PROTOCOL_VERSION, name="launcher")
 
@@ -115,8 +115,6 @@ async def await_ready(context: WireContext, endpoint: str, on_welcome: Callable[
                 continue
             if isinstance(message, Welcome):
                 on_welcome(message)
-                if message.ready:
-                    return message
             elif isinstance(message, Unknown):
                 await _send(dealer, hello)
     finally:

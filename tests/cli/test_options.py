@@ -181,7 +181,7 @@ def test_served_name_is_the_same_everywhere(model: str, name: str) -> None:
 
 def test_children_know_their_parent() -> None:
     plan = build_plan(ServeOptions("m"), RUN, 7, 8, {})
-    assert flag(plan.gateway.argv, "--parent-pid") == flag(plan.workers[0].argv, "--parent") == str(os.getpid())
+    assert flag(plan.gateway.argv, "--parent") == flag(plan.workers[0].argv, "--parent") == str(os.getpid())
 
 
 def test_worker_commands() -> None:
