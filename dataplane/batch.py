@@ -1,7 +1,7 @@
 """What one stage computes in one iteration, as host arrays, and the interface of what computes it.
 
-``StageBatch`` is derived from a plan by ``slots.SlotTable``; a ``Runner`` turns it into hidden states or ids. The real
-runner (``model_runner``) holds a model's layers; the scripted one (``simulated``) holds a shadow of the KV cache.
+``StageBatch`` is derived from a plan by ``slots.SlotTable``; a ``Runner`` turns it into hidden states or ids.
+The real runner (``model_runner``) holds a model's layers; the scripted one (``simulated``) holds a shadow of the KV cache.
 Both see the same arrays, so a fault of the control plane shows in either.
 """
 
