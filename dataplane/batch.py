@@ -1,8 +1,8 @@
 """What one stage computes in one iteration, as host arrays, and the interface of what computes it.
 
 ``StageBatch`` is derived from a plan by ``slots.SlotTable``; a ``Runner`` turns it into hidden states or ids.
-The real runner (``model_runner``) holds a model's layers; the scripted one (``simulated``) holds a shadow of the KV cache.
-Both see the same arrays, so a fault of the control plane shows in either.
+The real runner (``model_runner``) holds a model's layers; the scripted one (``simulated``) holds a shadow of
+the KV cache. Both see the same arrays, so a fault of the control plane shows in either.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,8 @@ class SamplingRows:
     seed: NDArray[np.uint64]
     index: NDArray[np.uint32]
     position: Int64
-    #: The boundary between prompt and output: ``position - prompt_len`` is the place of the token in the output.
+    #: The boundary between prompt and output: ``position - prompt_len`` is the place of the token in the
+    #: output.
     prompt_len: Int64 | None = None
 
 
@@ -38,9 +39,10 @@ class SamplingRows:
 class StageBatch:
     """R rows (sequences) with T tokens in all: decodes by slot, then chunks by slot.
 
-    ``cu_q``: query offsets, R+1. ``kv_len``: tokens in the cache after this step, R. ``block_table``: R × max blocks
-    of any row (0 past a row's end). ``write``: flat cache index (block × block size + offset) of each token, T.
-    ``ids``: token ids, T; only the first stage has them. ``sampling`` is set on the last stage only.
+    ``cu_q``: query offsets, R+1. ``kv_len``: tokens in the cache after this step, R. ``block_table``: R × max
+    blocks of any row (0 past a row's end). ``write``: flat cache index (block × block size + offset) of each
+    token, T. ``ids``: token ids, T; only the first stage has them. ``sampling`` is set on the last stage
+    only.
     """
 
     step: int
@@ -83,14 +85,16 @@ class Runner(Protocol):
     def info(self) -> ModelInfo: ...
 
     def start(self, num_blocks: int) -> None:
-        """Begin an epoch: at most ``num_blocks`` (<= ``info.num_blocks``) blocks will be named. Contents may stay."""
+        """Begin an epoch: at most ``num_blocks`` (<= ``info.num_blocks``) blocks will be named. Contents may
+        stay.
+        """
         ...
 
     def run(self, batch: StageBatch, hidden: NDArray[np.uint8] | None) -> NDArray[Any]:
         """Compute the stage.
 
-        ``hidden``: uint8[T, hidden_bytes] from the stage before, None on the first stage. Returns the same shape
-        for the next stage, or on the last stage int64 ids, one for each row of ``batch.sampling``. The array may be
-        a view of a buffer that the next call overwrites.
+        ``hidden``: uint8[T, hidden_bytes] from the stage before, None on the first stage. Returns the same
+        shape for the next stage, or on the last stage int64 ids, one for each row of ``batch.sampling``. The
+        array may be a view of a buffer that the next call overwrites.
         """
         ...
