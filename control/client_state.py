@@ -1,6 +1,6 @@
 """What a client of the control process knows and decides, without sockets and without a clock.
 
-``control.client`` drives it: it feeds in decoded messages and the time (seconds, monotonic), sends what lies
+``control.async_client`` drives it: it feeds in decoded messages and the time (seconds, monotonic), sends what lies
 in ``outbox`` and wakes the readers of ``touched``. The life of a connection::
 
     joining --Welcome--> joined --no message for 3 s--> lost --Welcome--> joined

@@ -78,6 +78,13 @@ def events(response: httpx.Response) -> list[Any]:
     return [item if item == "[DONE]" else json.loads(item) for item in data]
 
 
+def error_of(response: Any, status: int = 400) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
 def streamed_text(chunks: list[Any]) -> str:
     """The joined text of one choice's chunks, for both endpoints."""
     text = ""

@@ -1,0 +1,384 @@
+"""The asynchronous client: a socket, a timer and streams around ``ClientState``. Works under asyncio and uvloop.
+
+The hot path has no futures but those of readers that wait: the socket's descriptor is watched by the event loop, and
+one message is handed out to all its streams at once.
+"""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import zmq
+
+from .client_state import ClientState, Finish, Request, pack_ids
+from .wire import Sampling, StatusReply, Welcome, WireError, decode_to_client, encode
+from .wire.client import GREEDY
+from .wire.sockets import Socket, WireContext, client_socket, close_context, new_context
+
+#: How often time alone is looked at.
+_TIMER_S = 0.25
+#: A full pipe (the control process is down or slow) is tried again after this long.
+_BLOCKED_S = 0.05
+#: Messages taken from the socket before other work of the event loop gets its turn.
+_BURST = 64
+
+
+class ClientClosed(RuntimeError):
+    """The client was closed, or never opened."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens that came since the last chunk, at least one."""
+
+    ids: list[int]
+
+
+def draw_seed() -> int:
+    """A fresh seed, 63 bits: every encoder and decoder of MessagePack takes it as a signed integer."""
+    return secrets.randbits(63)
+
+
+class Stream:
+    """The tokens of one request as they come. Iteration ends when ``finish`` is set, whatever its reason."""
+
+    __slots__ = ("_client", "_cursor", "_request", "_waiter")
+
+    def __init__(self, client: "AsyncClient", request: Request) -> None:
+        self._client = client
+        self._request = request
+        self._cursor = 0
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def finish(self) -> Finish | None:
+        """How the request ended, or None while it has not."""
+        return self._request.finish
+
+    @property
+    def received(self) -> int:
+        """Tokens that have come so far."""
+        return len(self._request.received)
+
+    @property
+    def request(self) -> str:
+        return self._request.name
+
+    def take(self) -> list[int]:
+        """The tokens that are here and were not taken before, without waiting."""
+        ids = self._request.received[self._cursor :].tolist()
+        self._cursor += len(ids)
+        return ids
+
+    async def wait(self) -> bool:
+        """Wait for news. True if there are tokens to take, False if the request ended and all were taken."""
+        request = self._request
+        while self._cursor >= len(request.received):
+            if request.finish is not None:
+                return False
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return True
+
+    def abort(self) -> None:
+        """End the request if it has not ended. Idempotent."""
+        self._client._abort(self._request)
+
+    async def aclose(self) -> None:
+        """The same, as asynchronous clean-up expects it."""
+        self.abort()
+
+    def __aiter__(self) -> AsyncIterator[Chunk]:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        if not await self.wait():
+            raise StopAsyncIteration
+        return Chunk(self.take())
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class AsyncClient:
+    """A connection to the control process. All methods belong to the event loop in which it was opened."""
+
+    def __init__(self, endpoint: str, *, name: str = "python", context: WireContext | None = None) -> None:
+        self.endpoint = endpoint
+        self._state = ClientState(name)
+        self._own_context = context is None
+        self._context = context
+        self._socket: Socket | None = None
+        self._connection = -1
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._pump_handle: asyncio.Handle | None = None
+        self._streams: dict[int, Stream] = {}
+        self._status_waiters: dict[int, asyncio.Future[StatusReply]] = {}
+        self._join_waiters: list[asyncio.Future[None]] = []
+        self._nonce = 0
+        #: Frames from the control process that did not decode.
+        self.bad_frames = 0
+
+    @property
+    def welcome(self) -> Welcome | None:
+        """The service's last word on its limits and readiness; None before the first."""
+        return self._state.welcome
+
+    @property
+    def last_status(self) -> StatusReply | None:
+        """The newest status reply, as renewed by ``subscribe``."""
+        return self._state.status
+
+    @property
+    def connected(self) -> bool:
+        """The control process was heard of in the last three seconds and knows this client."""
+        return self._state.connected
+
+    async def open(self) -> None:
+        """Connect. Returns at once; ``wait_connected`` waits for the answer."""
+        self._loop = asyncio.get_running_loop()
+        if self._context is None:
+            self._context = new_context()
+        self._state.start(self._loop.time())
+        self._turn()
+        self._timer = self._loop.call_later(_TIMER_S, self._on_timer)
+
+    async def close(self) -> None:
+        """Disconnect; unfinished streams end with the code ``closed``. Idempotent."""
+        if self._loop is None:
+            return
+        self._state.fail_all("the client was closed", "closed")
+        self._hand_out()
+        for waiter in [*self._status_waiters.values(), *self._join_waiters]:
+            if not waiter.done():
+                waiter.set_exception(ClientClosed("the client was closed"))
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._pump_handle is not None:
+            self._pump_handle.cancel()
+        self._drop_socket()
+        self._loop = None
+        if self._own_context and self._context is not None:
+            close_context(self._context)
+            self._context = None
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def wait_connected(self, timeout: float | None = None) -> Welcome:
+        """Wait until the control process has answered. Raises ``TimeoutError``."""
+        loop = self._open_loop()
+        async with asyncio.timeout(timeout):
+            while not (self._state.connected and self._state.welcome is not None):
+                waiter = loop.create_future()
+                self._join_waiters.append(waiter)
+                try:
+                    await waiter
+                finally:
+                    if waiter in self._join_waiters:
+                        self._join_waiters.remove(waiter)
+        assert self._state.welcome is not None
+        return self._state.welcome
+
+    async def submit(
+        self,
+        tokens: Sequence[int],
+        *,
+        max_tokens: int = 0,
+        sampling: Sampling = GREEDY,
+        stop_ids: Sequence[int] = (),
+        min_tokens: int = 0,
+        salt: bytes = b"",
+        request: str = "",
+    ) -> Stream:
+        """Ask for a completion. Without a connection the request waits for one; it is never lost.
+
+        ``sampling.seed`` 0 with a temperature means "draw one", so that a restart repeats the same draws.
+        """
+        self._open_loop()
+        if sampling.temperature > 0 and sampling.seed == 0:
+            sampling = Sampling(sampling.temperature, sampling.top_k, sampling.top_p, draw_seed(), sampling.index)
+        record = self._state.submit(
+            pack_ids(tokens),
+            name=request or f"py-{secrets.token_hex(6)}",
+            max_tokens=max_tokens,
+            sampling=sampling,
+            stop_ids=tuple(stop_ids),
+            min_tokens=min_tokens,
+            salt=salt,
+        )
+        stream = Stream(self, record)
+        self._streams[record.key] = stream
+        self._turn()
+        return stream
+
+    async def abort(self, stream: Stream) -> None:
+        """End a stream's request. Idempotent, also after its end."""
+        stream.abort()
+
+    async def status(self, timeout: float = 5.0) -> StatusReply:
+        """Ask for the service's counters. Raises ``TimeoutError``."""
+        loop = self._open_loop()
+        async with asyncio.timeout(timeout):
+            await self.wait_connected()
+            self._nonce += 1
+            nonce = self._nonce
+            waiter: asyncio.Future[StatusReply] = loop.create_future()
+            self._status_waiters[nonce] = waiter
+            self._state.ask_status(nonce)
+            self._turn()
+            try:
+                return await waiter
+            finally:
+                self._status_waiters.pop(nonce, None)
+
+    def subscribe(self, interval_ms: int = 1000) -> None:
+        """Keep ``last_status`` fresh; 0 ends it."""
+        self._state.subscribe(interval_ms)
+        self._turn()
+
+    def fail_all(self, message: str, code: str) -> None:
+        """End all streams from this side, with an error."""
+        self._state.fail_all(message, code)
+        self._turn()
+
+    def _abort(self, request: Request) -> None:
+        if request.finish is None and self._loop is not None:
+            self._state.abort(request)
+            self._turn()
+
+    def _open_loop(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            raise ClientClosed("the client is not open")
+        return self._loop
+
+    def _on_timer(self) -> None:
+        loop = self._loop
+        if loop is None:
+            return
+        # What already lies in the socket counts before silence is judged.
+        self._receive()
+        self._state.on_timer(loop.time())
+        self._timer = loop.call_later(_TIMER_S, self._on_timer)
+        self._turn()
+
+    def _turn(self) -> None:
+        """Send what is due, take what has come, wake who waits.
+
+        The descriptor only signals changes, and sending may swallow one: so every send is followed by a look
+        for messages.
+        """
+        loop = self._loop
+        if loop is None:
+            return
+        self._pump_handle = None
+        more = True
+        for _ in range(4):
+            sent = self._send()
+            more = self._receive()
+            if not more and (not sent or not self._state.outbox):
+                break
+        self._hand_out()
+        if self._state.outbox:
+            self._schedule(loop, _BLOCKED_S)
+        elif more:
+            self._schedule(loop, 0)
+
+    def _schedule(self, loop: asyncio.AbstractEventLoop, delay: float) -> None:
+        if self._pump_handle is not None:
+            self._pump_handle.cancel()
+        self._pump_handle = loop.call_later(delay, self._turn) if delay else loop.call_soon(self._turn)
+
+    def _send(self) -> bool:
+        state = self._state
+        if state.connection != self._connection:
+            self._drop_socket()
+            self._dial()
+        socket = self._socket
+        assert socket is not None
+        count = 0
+        try:
+            for message in state.outbox:
+                socket.send(encode(message), zmq.DONTWAIT)
+                count += 1
+        except zmq.Again:
+            pass
+        del state.outbox[:count]
+        return count > 0
+
+    def _receive(self) -> bool:
+        """Take in what lies in the socket, a burst at most. True if there may be more."""
+        socket, loop, state = self._socket, self._loop, self._state
+        if socket is None or loop is None:
+            return False
+        for _ in range(_BURST):
+            if state.connection != self._connection:
+                return True
+            try:
+                frame = socket.recv(zmq.DONTWAIT)
+            except zmq.Again:
+                return False
+            try:
+                message = decode_to_client(frame)
+            except WireError:
+                self.bad_frames += 1
+                continue
+            state.receive(message, loop.time())
+        return True
+
+    def _hand_out(self) -> None:
+        state = self._state
+        for request in state.touched:
+            request.touched = False
+            stream = self._streams.get(request.key)
+            if request.finish is not None:
+                self._streams.pop(request.key, None)
+            if stream is not None:
+                stream._wake()
+        state.touched.clear()
+        for reply in state.replies:
+            waiter = self._status_waiters.get(reply.nonce)
+            if waiter is not None and not waiter.done():
+                waiter.set_result(reply)
+        state.replies.clear()
+        if self._join_waiters and state.connected:
+            for waiter in self._join_waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
+            self._join_waiters.clear()
+
+    def _dial(self) -> None:
+        assert self._context is not None and self._loop is not None
+        self._socket = client_socket(self._context, self.endpoint)
+        self._connection = self._state.connection
+        self._loop.add_reader(self._socket.fileno(), self._turn)
+
+    def _drop_socket(self) -> None:
+        if self._socket is None:
+            return
+        if self._loop is not None:
+            self._loop.remove_reader(self._socket.fileno())
+        self._socket.close(0)
+        self._socket = None
