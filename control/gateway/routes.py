@@ -156,6 +156,7 @@ class Routes:
 
     def _card(self, name: str) -> dict[str, Any]:
         welcome = self._service.client.welcome
+        length = 0 if welcome is None else min(welcome.max_model_len, welcome.max_sequence)
         return {
             "id": name,
             "object": "model",
@@ -163,7 +164,7 @@ class Routes:
             "owned_by": "evenflow",
             "root": self._service.names[0],
             "parent": None,
-            "max_model_len": None if welcome is None else min(welcome.max_model_len, welcome.max_sequence),
+            "max_model_len": length or None,
         }
 
     async def _chat_ids(

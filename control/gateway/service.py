@@ -61,11 +61,15 @@ class Service:
         return client.connected and client.welcome is not None and client.welcome.ready and not draining
 
     async def limits(self) -> Welcome:
-        """The service's limits; waits for a control process that is being restarted."""
+        """The service's limits; waits for a control process that is being restarted. Raises ``ApiError``."""
         try:
-            return await self.client.wait_connected(CONNECT_SECONDS)
+            welcome = await self.client.wait_connected(CONNECT_SECONDS)
         except TimeoutError:
             raise unavailable("the control process does not answer", 2.0) from None
+        # A control process knows the model's limits when the first replica has reported.
+        if not welcome.max_model_len:
+            raise unavailable("the model is still being loaded", 1.0, "not_ready")
+        return welcome
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
         """Do ``work`` on a text of ``size`` characters: here if it is short, in a thread if it is not."""
