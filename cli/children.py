@@ -104,7 +104,7 @@ def worker_argv(options: ServeOptions, run: RunDir, replica: int, stage: int, th
     ]
     if options.scripted:
         timing = ["--step-ms", f"{options.step_ms:g}", "--vocab-size", str(_SCRIPTED_VOCAB)]
-        return [*_python("dataplane.simulated"), *place, "--model", SCRIPTED, *timing]
+        return [*_python("dataplane.simulated"), *place, "--model", SCRIPTED, *timing, *options.worker_args]
     argv = [
         *_python("dataplane"),
         *place,

@@ -142,6 +142,7 @@ class _Launch:
         options = self._options
         processes = f"{options.workers} worker{'s' * (options.workers > 1)}"
         self._output.say(f"starting {options.model} on {self._url}: control, gateway, {processes}")
+        self._output.say(f"ZeroMQ clients dial {self._run_dir.clients_endpoint}")
         self._output.progress(f"loading {options.model}")
 
     def _welcomed(self, supervisor: Supervisor, welcome: Welcome) -> None:

@@ -208,6 +208,10 @@ def serve(
         float,
         typer.Option("--step-ms", envvar=_env("step_ms"), hidden=True, help="Scripted workers' iteration."),
     ] = 5.0,
+    worker_arg: Annotated[
+        list[str] | None,
+        typer.Option("--worker-arg", hidden=True, help="An argument for scripted workers: --worker-arg=--tile=16"),
+    ] = None,
 ) -> None:
     """Serve MODEL over an OpenAI-compatible HTTP API until a signal."""
     from .launcher import serve as run_server
@@ -234,6 +238,7 @@ def serve(
             attention_backend=attention_backend,
             log_level=log_level.value,
             step_ms=step_ms,
+            worker_args=tuple(worker_arg or ()),
         )
     )
     check_model(options)

@@ -57,6 +57,8 @@ class ServeOptions:
     log_level: str = "info"
     #: Planned duration of an iteration of a scripted worker, in milliseconds.
     step_ms: float = 5.0
+    #: More arguments for scripted workers.
+    worker_args: tuple[str, ...] = ()
 
     @property
     def scripted(self) -> bool:
@@ -129,6 +131,8 @@ def _refuse(options: ServeOptions) -> str | None:
         return f"--hang-timeout {o.hang_timeout:g} must be more than 0 seconds."
     if o.prefill_share is not None and not 0 <= o.prefill_share < 1:
         return f"--prefill-share {o.prefill_share:g} must be at least 0 and less than 1."
+    if o.worker_args and not o.scripted:
+        return f"--worker-arg is for the model {SCRIPTED} only."
     if o.scripted and o.step_ms < 0:
         return f"--step-ms {o.step_ms:g} is negative."
     return None
