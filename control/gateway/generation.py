@@ -8,7 +8,6 @@ import time
 from dataclasses import dataclass
 
 from ..client import Stream
-from .detokenizer import Detokenizer
 from .errors import ApiError, from_finish
 from .metrics import Metrics
 from .stops import StopFinder
@@ -32,7 +31,7 @@ class Generation:
         self._stream = stream
         self._stopping = stopping
         self._metrics = metrics
-        self._detokenizer = Detokenizer(model.tokenizer, skip_special_tokens=stopping.skip_special_tokens)
+        self._detokenizer = model.decoding.start(skip_special_tokens=stopping.skip_special_tokens)
         self._finder = StopFinder(stopping.strings)
         self._began = time.monotonic()
         self._last_at = 0.0

@@ -5,6 +5,7 @@ The first 256 ids are bytes, every other one is its own number with a space befo
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from .detokenizer import Decoding
 from .tokenizer import TextModel
 
 #: The model name on the command line.
@@ -27,5 +28,11 @@ def scripted_text_model() -> TextModel:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return TextModel(
-        tokenizer=tokenizer, chat_template=_TEMPLATE, specials={}, eos_ids=(), bos_id=None, max_token_bytes=8
+        tokenizer=tokenizer,
+        decoding=Decoding(tokenizer),
+        chat_template=_TEMPLATE,
+        specials={},
+        eos_ids=(),
+        bos_id=None,
+        max_token_bytes=8,
     )

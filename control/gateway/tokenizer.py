@@ -17,6 +17,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from .byte_level import build_tokenizer
+from .detokenizer import Decoding
 from .gguf_metadata import GgufError, read_metadata
 
 #: Part of the cache's names: grows whenever what is built from the same file changes.
@@ -40,6 +41,7 @@ class TextModel:
     """All that turns text into token ids and back. Safe to use from several threads."""
 
     tokenizer: Tokenizer
+    decoding: Decoding
     chat_template: str | None
     #: ``bos_token``, ``eos_token`` … as chat templates name them.
     specials: dict[str, str]
@@ -156,6 +158,7 @@ def _assemble(tokenizer: Tokenizer, template: str | None, specials: dict[str, st
     bos = specials.get("bos_token")
     return TextModel(
         tokenizer=tokenizer,
+        decoding=Decoding(tokenizer),
         chat_template=template,
         specials=specials,
         eos_ids=tuple(sorted(ends)),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from evenflow.control.gateway.byte_level import build_tokenizer
-from evenflow.control.gateway.detokenizer import Detokenizer
+from evenflow.control.gateway.detokenizer import ByteDetokenizer, Detokenizer, StreamDetokenizer
 from evenflow.control.gateway.gguf_metadata import GgufError, read_metadata
 from evenflow.control.gateway.scripted import scripted_text_model
 from evenflow.control.gateway.tokenizer import TextModel, TokenizerError, load_text_model
@@ -77,33 +77,50 @@ def test_the_specials_and_ends_of_smollm() -> None:
     assert model.max_token_bytes >= max(len(token) for token in model.tokenizer.get_vocab())
 
 
+def detokenizers(skip: bool) -> list[Detokenizer]:
+    """Both kinds, over the same vocabulary."""
+    model = smollm()
+    specials = frozenset(range(17)) if skip else frozenset[int]()
+    return [model.decoding.start(skip_special_tokens=skip), StreamDetokenizer(model.tokenizer, specials)]
+
+
 def test_str_1_deltas_are_the_whole_text() -> None:
     model = smollm()
     rng = random.Random(7)
-    whole = "naïve 東京 🧑‍🚀 ok. สวัสดี"
-    for _ in range(300):
-        pool = model.encode(whole, add_special_tokens=False)
-        ids = [rng.choice([*pool, rng.randrange(3, 260), rng.randrange(49_300)]) for _ in range(rng.randint(1, 30))]
+    pool = model.encode("naïve 東京 🧑‍🚀 ok. สวัสดี", add_special_tokens=False)
+    for _ in range(1000):
+        ids = [
+            rng.choice([rng.choice(pool), rng.randrange(3, 280), rng.randrange(49_300)])
+            for _ in range(rng.randint(1, 30))
+        ]
         for skip in (True, False):
-            decoder = Detokenizer(model.tokenizer, skip_special_tokens=skip)
-            text = "".join([decoder.push(token) for token in ids]) + decoder.finish()
-            assert text == model.decode(ids, skip_special_tokens=skip)
+            for decoder in detokenizers(skip):
+                text = "".join([decoder.push(token) for token in ids]) + decoder.finish()
+                assert text == model.decode(ids, skip_special_tokens=skip)
+
+
+def test_the_byte_decoder_is_the_one_in_use_and_knows_all_tokens() -> None:
+    model = smollm()
+    assert isinstance(model.decoding.start(), ByteDetokenizer)
+    for token in range(49_152):
+        decoder = model.decoding.start(skip_special_tokens=False)
+        assert decoder.push(token) + decoder.finish() == model.decode([token], skip_special_tokens=False)
 
 
 def test_str_1_half_a_character_is_held_back() -> None:
     model = smollm()
-    decoder = Detokenizer(model.tokenizer)
     ids = model.encode("🧑‍🚀 ok", add_special_tokens=False)
-    pieces = [decoder.push(token) for token in ids]
-    assert "\ufffd" not in "".join(pieces) and "" in pieces
-    cut = Detokenizer(model.tokenizer)
-    assert cut.push(ids[0]) == "" and cut.finish() == model.decode(ids[:1])
+    for decoder in detokenizers(True):
+        pieces = [decoder.push(token) for token in ids]
+        assert "\ufffd" not in "".join(pieces) and "" in pieces
+    for cut in detokenizers(True):
+        assert cut.push(ids[0]) == "" and cut.finish() == model.decode(ids[:1])
 
 
 def test_tok_5_ids_without_text_give_an_empty_delta() -> None:
-    decoder = Detokenizer(smollm().tokenizer)
-    assert [decoder.push(token) for token in (49_152, 49_999, 4_000_000_000)] == ["", "", ""]
-    assert decoder.finish() == ""
+    for decoder in detokenizers(True):
+        assert [decoder.push(token) for token in (49_152, 49_999, 4_000_000_000)] == ["", "", ""]
+        assert decoder.finish() == ""
 
 
 def test_the_cache_is_used_and_rebuilt_when_broken(tmp_path: Path) -> None:
