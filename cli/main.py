@@ -312,12 +312,15 @@ def status(
 
 def run() -> None:
     """The ``evenflow`` command."""
-    from .options import UsageError
+    from .options import MemoryShort, UsageError
 
     try:
         app()
     except UsageError as error:
         print(f"evenflow: {error}", file=sys.stderr)
         sys.exit(2)
+    except MemoryShort as error:
+        print(f"evenflow: {error}", file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -32,6 +32,10 @@ class UsageError(Exception):
     """The command line asks for something that cannot be: one sentence, exit code 2."""
 
 
+class MemoryShort(Exception):
+    """This machine has not the memory that was asked for: one sentence, exit code 1."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
     """Configuration of one launcher. ``None`` means: left to the part that knows better."""
@@ -150,7 +154,7 @@ def check_model(options: ServeOptions) -> None:
 
 
 def settle(options: ServeOptions, free: int | None = None) -> tuple[ServeOptions, list[str]]:
-    """The options that will run, and a line for each that was changed. Raises ``UsageError``.
+    """The options that will run, and a line for each that was changed. Raises ``UsageError``, ``MemoryShort``.
 
     ``free``: bytes of free memory, asked of the system if None.
     """
@@ -166,7 +170,12 @@ def settle(options: ServeOptions, free: int | None = None) -> tuple[ServeOptions
             f" {options.token_budget} and --stages {options.stages} no more sequences can decode at once."
         )
         options = replace(options, max_num_seqs=runnable)
+    free = free_memory() if free is None else free
     if options.kv_cache_memory is None:
-        memory = default_kv_memory(free_memory() if free is None else free, options.workers)
-        options = replace(options, kv_cache_memory=memory)
+        options = replace(options, kv_cache_memory=default_kv_memory(free, options.workers))
+    elif options.kv_cache_memory * options.workers > free:
+        raise MemoryShort(
+            f"--kv-cache-memory {options.kv_cache_memory} for each of {options.workers} workers is more than the"
+            f" {free} bytes of memory that are free; lower it, or --stages and --replicas."
+        )
     return options, notes

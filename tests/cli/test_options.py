@@ -8,9 +8,11 @@ import evenflow.cli.launcher
 import evenflow.cli.options
 import pytest
 from evenflow.cli.children import build_plan
+from evenflow.cli.listener import PortTaken, listen, url_of
 from evenflow.cli.main import app
 from evenflow.cli.options import (
     GIB,
+    MemoryShort,
     ServeOptions,
     UsageError,
     default_kv_memory,
@@ -130,6 +132,12 @@ def test_kv_memory_by_default() -> None:
     assert options.kv_cache_memory == 64 << 20
 
 
+def test_more_kv_memory_than_there_is() -> None:
+    with pytest.raises(MemoryShort, match="--kv-cache-memory.*lower it"):
+        settle(ServeOptions("m", stages=2, kv_cache_memory=6 * GIB), free=10 * GIB)
+    settle(ServeOptions("m", kv_cache_memory=6 * GIB), free=10 * GIB)
+
+
 @pytest.mark.parametrize(
     ("text", "size"),
     [("1048576", 1 << 20), ("512M", 512 << 20), ("2g", 2 << 30), ("1.5GiB", 3 << 29), ("64 KB", 64 << 10)],
@@ -203,6 +211,19 @@ def test_scripted_worker_command() -> None:
     argv = plan.workers[0].argv
     assert argv[1:4] == ("-P", "-m", "evenflow.dataplane.simulated")
     assert flag(argv, "--step-ms") == "2.5"
+
+
+@pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("localhost", "")])
+def test_port_zero_takes_a_free_one(host: str, shown: str) -> None:
+    with listen(host, 0) as first, listen(host, 0) as second:
+        assert url_of(first) != url_of(second)
+        assert url_of(first).startswith(f"http://{shown}")
+        assert not url_of(first).endswith(":0")
+
+
+def test_host_that_is_not_ours() -> None:
+    with pytest.raises(PortTaken, match="Cannot listen on"):
+        listen("192.0.2.1", 0)
 
 
 def test_run_directory_has_room_for_socket_names(tmp_path: Path) -> None:
