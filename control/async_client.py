@@ -6,7 +6,7 @@ one message is handed out to all its streams at once.
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -130,7 +130,7 @@ class AsyncClient:
         self._pump_handle: asyncio.Handle | None = None
         self._streams: dict[int, Stream] = {}
         self._status_waiters: dict[int, asyncio.Future[StatusReply]] = {}
-        self._join_waiters: list[asyncio.Future[None]] = []
+        self._waiters: list[asyncio.Future[None]] = []
         self._nonce = 0
         #: Frames from the control process that did not decode.
         self.bad_frames = 0
@@ -151,12 +151,16 @@ class AsyncClient:
         return self._state.connected
 
     async def open(self) -> None:
-        """Connect. Returns at once; ``wait_connected`` waits for the answer."""
+        """Connect. Returns at once; ``wait_connected`` waits for an answer. Raises ``OSError`` for a bad endpoint."""
         self._loop = asyncio.get_running_loop()
         if self._context is None:
             self._context = new_context()
         self._state.start(self._loop.time())
-        self._turn()
+        try:
+            self._turn()
+        except BaseException:
+            await self.close()
+            raise
         self._timer = self._loop.call_later(_TIMER_S, self._on_timer)
 
     async def close(self) -> None:
@@ -165,7 +169,7 @@ class AsyncClient:
             return
         self._state.fail_all("the client was closed", "closed")
         self._hand_out()
-        for waiter in [*self._status_waiters.values(), *self._join_waiters]:
+        for waiter in [*self._status_waiters.values(), *self._waiters]:
             if not waiter.done():
                 waiter.set_exception(ClientClosed("the client was closed"))
         if self._timer is not None:
@@ -187,20 +191,28 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    async def wait_connected(self, timeout: float | None = None) -> Welcome:
-        """Wait until the control process has answered. Raises ``TimeoutError``."""
+    async def wait_for(self, condition: Callable[[], bool], timeout: float | None = None) -> None:
+        """Wait until ``condition`` holds; it is looked at after every message. Raises ``TimeoutError``."""
         loop = self._open_loop()
-        async with asyncio.timeout(timeout):
-            while not (self._state.connected and self._state.welcome is not None):
-                waiter = loop.create_future()
-                self._join_waiters.append(waiter)
-                try:
-                    await waiter
-                finally:
-                    if waiter in self._join_waiters:
-                        self._join_waiters.remove(waiter)
-        assert self._state.welcome is not None
-        return self._state.welcome
+        try:
+            async with asyncio.timeout(timeout):
+                while not condition():
+                    waiter = loop.create_future()
+                    self._waiters.append(waiter)
+                    try:
+                        await waiter
+                    finally:
+                        if waiter in self._waiters:
+                            self._waiters.remove(waiter)
+        except TimeoutError:
+            raise TimeoutError(self._state.problem or f"no answer from {self.endpoint}") from None
+
+    async def wait_connected(self, timeout: float | None = None) -> Welcome:
+        """Wait until the control process has answered. Raises ``TimeoutError``, which says what is known."""
+        await self.wait_for(lambda: self._state.connected, timeout)
+        welcome = self._state.welcome
+        assert welcome is not None
+        return welcome
 
     async def submit(
         self,
@@ -363,11 +375,11 @@ class AsyncClient:
             if waiter is not None and not waiter.done():
                 waiter.set_result(reply)
         state.replies.clear()
-        if self._join_waiters and state.connected:
-            for waiter in self._join_waiters:
+        if self._waiters:
+            for waiter in self._waiters:
                 if not waiter.done():
                     waiter.set_result(None)
-            self._join_waiters.clear()
+            self._waiters.clear()
 
     def _dial(self) -> None:
         assert self._context is not None and self._loop is not None

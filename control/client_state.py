@@ -105,6 +105,8 @@ class ClientState:
         self.connection = 0
         self.welcome: Welcome | None = None
         self.status: StatusReply | None = None
+        #: Why the control process does not let this client join, if it said so.
+        self.problem: str | None = None
         self.requests: dict[int, Request] = {}
         self.outbox: list[FromClient] = []
         #: Requests with new tokens or a finish since the caller last cleared the list.
@@ -212,6 +214,7 @@ class ClientState:
                 self._rejoin(now)
             return
         self.phase = "joined"
+        self.problem = None
         if self._subscribed_ms:
             self.outbox.append(Subscribe(self._subscribed_ms))
         for request in list(self.requests.values()):
@@ -299,7 +302,10 @@ class ClientState:
             self._finish(request, Finish(end.reason, count, request.cached_tokens, end.message))
 
     def _refused(self, refused: Refused, now: float) -> None:
-        request = self.requests.get(refused.key) if refused.key is not None else None
+        if refused.key is None:
+            self.problem = refused.message
+            return
+        request = self.requests.get(refused.key)
         if request is None:
             return
         if refused.code in PASSING and (request.accepted or request.received):

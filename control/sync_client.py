@@ -31,7 +31,11 @@ class Client:
         self._thread.start()
         self._loop = loop
         self._client = AsyncClient(self._endpoint, name=self._name)
-        self._run(self._client.open())
+        try:
+            self._run(self._client.open())
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Disconnect and end the thread. Idempotent."""

@@ -7,17 +7,15 @@ import socket
 import sys
 from pathlib import Path
 
-import structlog
 import uvloop
 
 from ... import __version__
+from ..logs import configure
 from ..wire.lifeline import ParentGone, die_with_parent
 from ..wire.location import ModelNotFound, locate_model
 from .scripted import SCRIPTED, scripted_text_model
 from .server import serve
 from .tokenizer import TokenizerError, load_text_model
-
-log = structlog.get_logger(__name__)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -25,15 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     # Encoding runs in our own threads; the library's pool would compete with the workers for the cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso"),
-            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()),
-        ],
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-    )
+    configure(options.log_level)
     try:
         die_with_parent(options.parent)
         # The port is bound before the model is read: a port that is taken is found at once.
@@ -74,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--served-model-name", action="append", help="repeatable; the first is written into answers")
     parser.add_argument("--drain-timeout", type=float, default=30.0, help="seconds for running requests at the end")
+    parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     parser.add_argument("--parent", type=int, help="process id of the parent that starts this")
     return parser
 

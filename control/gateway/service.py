@@ -61,15 +61,19 @@ class Service:
         return client.connected and client.welcome is not None and client.welcome.ready and not draining
 
     async def limits(self) -> Welcome:
-        """The service's limits; waits for a control process that is being restarted. Raises ``ApiError``."""
+        """The service's limits. Waits for a control process that is being restarted, or that knows no worker yet."""
+        client = self.client
+
+        def known() -> bool:
+            return client.connected and client.welcome is not None and client.welcome.max_model_len > 0
+
         try:
-            welcome = await self.client.wait_connected(CONNECT_SECONDS)
+            await client.wait_for(known, CONNECT_SECONDS)
         except TimeoutError:
-            raise unavailable("the control process does not answer", 2.0) from None
-        # A control process knows the model's limits when the first replica has reported.
-        if not welcome.max_model_len:
-            raise unavailable("the model is still being loaded", 1.0, "not_ready")
-        return welcome
+            what = "the model is not loaded yet" if client.connected else "the control process does not answer"
+            raise unavailable(what, 2.0, "not_ready") from None
+        assert client.welcome is not None
+        return client.welcome
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
         """Do ``work`` on a text of ``size`` characters: here if it is short, in a thread if it is not."""
@@ -139,7 +143,7 @@ class Service:
         return generations
 
     def _max_tokens(self, prompt: int, limit: int | None, min_tokens: int, welcome: Welcome) -> int:
-        longest = min(welcome.max_model_len, welcome.max_sequence or welcome.max_model_len)
+        longest = context_length(welcome)
         pool = "" if longest == welcome.max_model_len else " (as many as its KV cache can hold)"
         requested = 1 if limit is None else limit
         if prompt + requested > longest:
@@ -171,6 +175,11 @@ class Service:
             min_tokens=request.min_tokens or 0,
             skip_special_tokens=request.skip_special_tokens is not False,
         )
+
+
+def context_length(welcome: Welcome) -> int:
+    """The longest sequence that can be served; 0 while it is not known."""
+    return min(welcome.max_model_len, welcome.max_sequence or welcome.max_model_len)
 
 
 def output_limit(request: CommonFields) -> int | None:

@@ -1,7 +1,6 @@
 """The Python client against a scripted control process: restarts, gaps, pauses, reused slots."""
 
 import asyncio
-import os
 from array import array
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -333,4 +332,14 @@ def test_the_synchronous_client(tmp_path: Path) -> None:
             assert await asyncio.to_thread(use) == [1000 + number for number in range(1, 31)]
 
     run(work, tmp_path)
-    assert os.getpid()
+
+
+def test_what_cannot_work_is_said(tmp_path: Path) -> None:
+    state = ClientState()
+    state.start(0.0)
+    state.receive(Refused(None, "protocol", "version", "protocol version 1, not 2"), 0.1)
+    assert state.problem == "protocol version 1, not 2" and not state.connected
+    with pytest.raises(OSError, match="relative"), Client("ipc://relative"):
+        pass
+    with Client(f"ipc://{tmp_path}/nobody") as client, pytest.raises(TimeoutError, match="nobody"):
+        client.wait_connected(0.05)

@@ -394,6 +394,19 @@ def test_before_the_model_is_known_requests_are_told_to_come_back(tmp_path: Path
     drive(work, tmp_path)
 
 
+def test_requests_wait_until_the_limits_are_known(tmp_path: Path) -> None:
+    async def work(endpoint: str) -> None:
+        async with gateway(endpoint, says("ok"), max_model_len=0) as g:
+            assert (await g.http.get("/v1/models")).json()["data"][0]["max_model_len"] is None
+            waiting = asyncio.create_task(g.completion())
+            await g.service.client.status()
+            assert not waiting.done() and not g.control.submits
+            g.control.max_model_len = 100
+            assert (await waiting).status_code == 200
+
+    drive(work, tmp_path)
+
+
 def test_models_and_unknown_routes(tmp_path: Path) -> None:
     async def work(endpoint: str) -> None:
         async with gateway(endpoint, says("ok")) as g:
