@@ -133,7 +133,7 @@ def test_kv_memory_by_default() -> None:
 
 
 def test_more_kv_memory_than_there_is() -> None:
-    with pytest.raises(MemoryShort, match="--kv-cache-memory.*lower it"):
+    with pytest.raises(MemoryShort, match=r"--kv-cache-memory.*lower it"):
         settle(ServeOptions("m", stages=2, kv_cache_memory=6 * GIB), free=10 * GIB)
     settle(ServeOptions("m", kv_cache_memory=6 * GIB), free=10 * GIB)
 
