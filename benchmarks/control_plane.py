@@ -24,6 +24,7 @@ from collections import deque
 from pathlib import Path
 from time import perf_counter_ns
 
+from evenflow.control.__main__ import settle_gc
 from evenflow.control.core.engine import Engine
 from evenflow.control.core.events import Delivered, Limits, ReplicaUp, Returned, SendPlan, Submitted
 from evenflow.control.fanout import Fanout
@@ -141,8 +142,7 @@ def compare(running: int, stages: int, peer: Peer | None, rounds: int, steps: in
     for _ in range(warm * stages):
         load.step()
     load.register_bytes.clear()
-    gc.collect()
-    gc.freeze()
+    settle_gc()
     if peer is not None:
         peer.ask(running=running)
         peer.ask(steps=warm, freeze=True)

@@ -41,8 +41,11 @@ def snapshot(engine: Engine | None, supervisor: Supervisor, clients: int, bad_fr
         "iterations_total": engine.counters["iterations"] + sum(r.step for r in replicas),
     }
     for site in supervisor.sites:
-        for stage, result in site.timings.items():
-            values[f"replica{site.index}_stage{stage}_iteration_seconds"] = (
-                result.ended_us - result.started_us
-            ) / 1e6
+        for stage, account in site.accounts.items():
+            name = f"replica{site.index}_stage{stage}"
+            values[f"{name}_iterations_total"] = account.iterations
+            values[f"{name}_plans_late_total"] = account.late
+            values[f"{name}_busy_seconds_total"] = account.busy_us / 1e6
+            values[f"{name}_idle_seconds_total"] = account.idle_us / 1e6
+            values[f"{name}_plan_late_seconds_total"] = account.late_us / 1e6
     return values

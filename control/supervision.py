@@ -75,6 +75,31 @@ class Peer:
 
 
 @dataclass(slots=True)
+class StageAccount:
+    """Where a stage's time went, in microseconds, over the life of the control process.
+
+    ``late`` counts iterations whose plan had not come when the one before ended, ``late_us`` the time waited for it.
+    Idle time is counted only while plans are out: an empty server is not idle.
+    """
+
+    iterations: int = 0
+    late: int = 0
+    busy_us: int = 0
+    idle_us: int = 0
+    late_us: int = 0
+
+    def add(self, result: Result, after_pause: bool) -> None:
+        self.iterations += 1
+        self.busy_us += result.ended_us - result.started_us
+        if after_pause:
+            return
+        self.idle_us += result.idle_us
+        if result.starved_us:
+            self.late += 1
+            self.late_us += result.starved_us
+
+
+@dataclass(slots=True)
 class Site:
     """What is known of one replica's workers."""
 
@@ -90,8 +115,9 @@ class Site:
     #: When the oldest of them could begin.
     waiting_since: float = 0.0
     recent: deque[float] = field(default_factory=lambda: deque([0.0], RECENT))
-    #: (received, started, ended, idle, starved) of each stage's last result, microseconds.
-    timings: dict[int, Result] = field(default_factory=dict[int, Result])
+    #: The first step after a pause without plans.
+    resumed: int = 0
+    accounts: dict[int, StageAccount] = field(default_factory=dict[int, StageAccount])
     digests: dict[int, int] = field(default_factory=dict[int, int])
 
 
@@ -263,7 +289,10 @@ class Supervisor:
             return []
         stage = peer.hello.stage
         peer.step = result.step
-        site.timings[stage] = result
+        account = site.accounts.get(stage)
+        if account is None:
+            account = site.accounts[stage] = StageAccount()
+        account.add(result, result.step == site.resumed)
         if result.digest is not None and site.digests.get(result.step) not in (None, result.digest):
             self.audit_failures += 1
             log.error("a worker's tables differ from control's", replica=site.index, stage=stage, step=result.step)
@@ -300,9 +329,10 @@ class Supervisor:
     def sent(self, plan: SendPlan, now: float) -> None:
         """A plan is on its way to every rank."""
         site = self.sites[plan.replica]
+        step = plan.plan.step
         if not site.inflight:
             site.waiting_since = now
-        step = plan.plan.step
+            site.resumed = step
         site.inflight.append((step, plan.digest))
         if plan.digest is not None:
             site.digests[step] = plan.digest

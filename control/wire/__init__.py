@@ -6,6 +6,7 @@ does not know and a newer one fills in defaults. Token ids, block ids and keys t
 """
 
 from .client import (
+    NO_SLOT,
     Abort,
     ClientHello,
     ClientPing,
@@ -51,6 +52,7 @@ from .worker import (
 )
 
 __all__ = [
+    "NO_SLOT",
     "PROTOCOL_VERSION",
     "Abort",
     "BatchPlan",

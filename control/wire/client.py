@@ -96,8 +96,12 @@ class Welcome(Struct, array_like=True, frozen=True, tag=48):
     eos_ids: StopIds = ()
 
 
+#: ``End.slot`` of a request that owned none.
+NO_SLOT = 0xFFFF
+
+
 class End(Struct, array_like=True, frozen=True):
-    """A request's ownership of ``slot`` is over.
+    """A request's ownership of ``slot`` is over (``NO_SLOT``: it owned none).
 
     ``reason``: ``stop``, ``length``, ``abort`` and ``error`` finish the request; ``paused`` does not (preempted or
     its replica was lost): its tokens go on later under another start.
@@ -117,7 +121,7 @@ class Tick(Struct, array_like=True, frozen=True, tag=49):
     In this order: ``start_slots[i]`` now belongs to request ``start_keys[i]``; each set bit of ``live`` is a slot
     with one new token; each of ``ends`` takes effect. With ``dense`` the token of slot *s* is ``ids[s]`` (entries of
     slots whose bit is clear mean nothing), else ``ids`` has one entry per set bit, by slot. ``sequence`` counts the
-    ticks sent to this client, without gaps.
+    ticks sent to this client, without gaps. Slots are those of ``replica``.
     """
 
     sequence: U64
@@ -128,6 +132,7 @@ class Tick(Struct, array_like=True, frozen=True, tag=49):
     start_slots: bytes = b""
     start_keys: bytes = b""
     ends: list[End] = []
+    replica: U16 = 0
 
 
 class Refused(Struct, array_like=True, frozen=True, tag=50):

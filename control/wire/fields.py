@@ -6,8 +6,8 @@ from msgspec import Meta
 
 #: Largest accepted message. A prompt of a million tokens needs 4 MB.
 MAX_MESSAGE_BYTES = 16 << 20
-#: Slots are named by u16.
-MAX_SLOTS = 1 << 16
+#: Slots are named by u16; the largest value means none.
+MAX_SLOTS = (1 << 16) - 1
 MAX_TOKENS = 1 << 21
 
 U8 = Annotated[int, Meta(ge=0, lt=1 << 8)]
@@ -25,5 +25,5 @@ BlockBuffer = Annotated[bytes, Meta(max_length=4 * MAX_TOKENS)]
 #: u16 little-endian slots.
 SlotBuffer = Annotated[bytes, Meta(max_length=2 * MAX_SLOTS)]
 #: One bit a slot, slot 0 in the lowest bit of the first byte.
-Bitmap = Annotated[bytes, Meta(max_length=MAX_SLOTS // 8)]
+Bitmap = Annotated[bytes, Meta(max_length=(MAX_SLOTS + 7) // 8)]
 StopIds = Annotated[tuple[U32, ...], Meta(max_length=64)]
