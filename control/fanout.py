@@ -36,6 +36,8 @@ class Fanout:
         live, sole = delivered.live, delivered.sole
         if sole >= 0:
             if not delivered.ends and not delivered.starts:
+                if not any(live):
+                    return []  # all rows are void, perhaps because the client is gone
                 return [(sole, self._tick(sole, delivered, live, True, delivered.ids))]
             if all(ended.seq.owner == sole for ended in delivered.ends):
                 tick = self._tick(

@@ -186,19 +186,21 @@ class Engine:
         room = event.num_blocks * limits.block_size + 1
         self.max_sequence = room if not self.max_sequence else min(self.max_sequence, room)
         homeless, self.homeless = self.homeless, []
-        for seq in homeless:
-            if seq.max_len > self.max_sequence:
-                if seq.known >= self.max_sequence:
-                    seq.phase = Phase.DONE
-                    message = (
-                        f"the block pool holds {self.max_sequence} tokens of a sequence, this one has {seq.known}"
-                    )
-                    effects.append(
-                        Delivered(event.replica, 0, b"", b"", seq.owner, [], [Ended(seq, -1, "error", message)])
-                    )
-                    continue
-                seq.max_len = self.max_sequence
-            self._route(seq)
+        ends = [ended for seq in homeless if (ended := self._rehome(seq)) is not None]
+        if ends:
+            effects.append(Delivered(event.replica, 0, b"", b"", -1, [], ends))
+
+    def _rehome(self, seq: Sequence) -> Ended | None:
+        """Route ``seq``, which has no replica, within the room that is left; or its end, if it has outgrown that."""
+        most = self.max_sequence
+        if seq.max_len > most > 0:
+            if seq.known >= most:
+                seq.phase = Phase.DONE
+                message = f"the block pool holds {most} tokens of a sequence, this one has {seq.known}"
+                return Ended(seq, -1, "error", message)
+            seq.max_len = most
+        self._route(seq)
+        return None
 
     def _replica_lost(self, event: ReplicaLost, effects: list[Effect]) -> None:
         replica = self.replicas.pop(event.replica, None)
@@ -217,8 +219,8 @@ class Engine:
                 seq.phase = Phase.DONE
                 message = f"a worker died {seq.deaths} times while this request was running, the last time alone"
                 delivered.ends.append(Ended(seq, -1, "error", message))
-            else:
-                self._route(seq)
+            elif (ended := self._rehome(seq)) is not None:
+                delivered.ends.append(ended)
         effects.append(delivered)
 
     def _returned(self, event: Returned, effects: list[Effect]) -> None:
