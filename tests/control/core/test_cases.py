@@ -2,6 +2,7 @@
 
 import random
 from array import array
+from itertools import pairwise
 
 import pytest
 from evenflow.control.core.sequence import Phase
@@ -340,7 +341,7 @@ def test_pp_2_stages_are_busy_in_virtual_time() -> None:
     steps = [step for step, _ in chunks_of(server, 0)]
     overlapping = [
         runs[0, later].started < runs[stages - 1, earlier].ended
-        for earlier, later in zip(steps, steps[1:], strict=False)
+        for earlier, later in pairwise(steps)
         if later - earlier < stages
     ]
     assert len(overlapping) >= 7 and all(overlapping)
