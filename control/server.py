@@ -144,6 +144,7 @@ class ControlServer:
         self._told_ready = False
         self._complained = 0.0
         self._second = 0.0
+        self._ticked = time.monotonic()
         self._deadline: float | None = None
         self._context = new_context()
         self._workers = Intake(loop, bind_router(self._context, options.workers, hwm=65_536), self._from_worker)
@@ -376,7 +377,11 @@ class ControlServer:
     def tick(self) -> None:
         """Everything that is due by time; called every ``TICK_S`` seconds."""
         now = time.monotonic()
-        self._act(self.supervisor.tick(now))
+        # A process that was held up itself first hears what came meanwhile, before it calls anyone silent.
+        late = now - self._ticked > 4 * TICK_S
+        self._ticked = now
+        if not late:
+            self._act(self.supervisor.tick(now))
         for session in list(self.sessions.by_owner.values()):
             if session.backlog:
                 self._flush(session)
@@ -387,7 +392,7 @@ class ControlServer:
             self._second = now
             self._act(self.supervisor.beat())
             self._welcome_all()
-            for session in self.sessions.silent(now):
+            for session in [] if late else self.sessions.silent(now):
                 self._cut(session, "it was silent")
         if self._deadline is not None and now >= self._deadline:
             log.warning("drain limit reached: what still runs is ended")

@@ -40,6 +40,8 @@ log = structlog.get_logger("evenflow.control")
 START_TIMEOUT_S = 60.0
 #: A hang is assumed only after this many times the slowest recent iteration.
 HANG_FACTOR = 10
+#: The first iteration of an epoch may take this long: a fresh process touches its memory for the first time.
+FIRST_RESULT_S = 15.0
 #: Iterations that count as recent.
 RECENT = 64
 
@@ -114,7 +116,7 @@ class Site:
     inflight: deque[tuple[int, int | None]] = field(default_factory=deque[tuple[int, "int | None"]])
     #: When the oldest of them could begin.
     waiting_since: float = 0.0
-    recent: deque[float] = field(default_factory=lambda: deque([0.0], RECENT))
+    recent: deque[float] = field(default_factory=lambda: deque[float](maxlen=RECENT))
     #: The first step after a pause without plans.
     resumed: int = 0
     accounts: dict[int, StageAccount] = field(default_factory=dict[int, StageAccount])
@@ -346,7 +348,8 @@ class Supervisor:
         actions: list[Action] = []
         for site in self.sites:
             if site.state == "up" and site.inflight:
-                limit = max(self.hang_timeout, HANG_FACTOR * max(site.recent))
+                slowest = max(site.recent, default=FIRST_RESULT_S / HANG_FACTOR)
+                limit = max(self.hang_timeout, HANG_FACTOR * slowest)
                 if now - site.waiting_since > limit:
                     step = site.inflight[0][0]
                     stuck = next(p for _, p in sorted(site.peers.items()) if p.step < step)
@@ -387,7 +390,7 @@ class Supervisor:
     def _lose(self, site: Site, reason: str) -> list[Action]:
         was, site.state = site.state, "down"
         site.inflight.clear()
-        site.recent = deque([0.0], RECENT)
+        site.recent.clear()
         if was == "down":
             return []
         log.warning("epoch over", replica=site.index, epoch=site.epoch, reason=reason)
