@@ -64,6 +64,11 @@ class Stream:
         return len(self._request.received)
 
     @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were found in the prefix cache, as far as the control process has said."""
+        return self._request.cached_tokens
+
+    @property
     def request(self) -> str:
         return self._request.name
 
@@ -89,6 +94,11 @@ class Stream:
     def abort(self) -> None:
         """End the request if it has not ended. Idempotent."""
         self._client._abort(self._request)
+
+    async def confirmed(self, timeout: float) -> None:
+        """After an abort: wait until the control process has said what it cached. Raises ``TimeoutError``."""
+        if self._request.unconfirmed:
+            await self._client.wait_for(lambda: not self._request.unconfirmed, timeout)
 
     async def aclose(self) -> None:
         """The same, as asynchronous clean-up expects it."""

@@ -84,6 +84,8 @@ class Request:
     #: The control process has worked on it, so a later refusal is not final.
     accepted: bool = False
     touched: bool = False
+    #: Aborted from this side; the control process has not yet confirmed, and said what was cached.
+    unconfirmed: bool = False
 
     @property
     def prompt_len(self) -> int:
@@ -114,6 +116,7 @@ class ClientState:
         #: Status replies since the caller last cleared the list.
         self.replies: list[StatusReply] = []
         self._owners: dict[int, dict[int, Request]] = {}
+        self._aborted: dict[int, Request] = {}
         self._expected: int | None = None
         self._next_key = 1
         self._heard_at = 0.0
@@ -156,6 +159,8 @@ class ClientState:
         self._finish(request, Finish("abort", len(request.received), request.cached_tokens))
         if self.phase == "joined":
             self.outbox.append(Abort(request.key))
+            request.unconfirmed = True
+            self._aborted[request.key] = request
 
     def ask_status(self, nonce: int) -> None:
         """Ask for one ``StatusReply`` with this nonce."""
@@ -294,6 +299,11 @@ class ClientState:
     def _end(self, end: End) -> None:
         request = self.requests.get(end.key)
         if request is None:
+            request = self._aborted.pop(end.key, None)
+            if request is None:
+                return
+            request.unconfirmed = False
+            request.cached_tokens = min(max(request.cached_tokens, end.cached_tokens), request.prompt_len)
             return
         self._release(request)
         request.cached_tokens = min(max(request.cached_tokens, end.cached_tokens), request.prompt_len)
@@ -307,6 +317,8 @@ class ClientState:
             return
         request = self.requests.get(refused.key)
         if request is None:
+            if aborted := self._aborted.pop(refused.key, None):
+                aborted.unconfirmed = False
             return
         if refused.code in PASSING and (request.accepted or request.received):
             wait = refused.retry_after_ms / 1000 if refused.retry_after_ms else RETRY_S
@@ -350,6 +362,9 @@ class ClientState:
         self.outbox.clear()
         for request in self.requests.values():
             request.slot = None
+        for request in self._aborted.values():
+            request.unconfirmed = False
+        self._aborted.clear()
         self._hello(now)
 
     def _hello(self, now: float) -> None:

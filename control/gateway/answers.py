@@ -116,7 +116,8 @@ async def _whole(shape: Shape, identifier: str, created: int, model: str, genera
         shape.whole(index, str(text), generation.finish_reason or "stop")
         for index, (text, generation) in enumerate(zip(results, generations, strict=True))
     ]
-    return _encode(Answer(identifier, shape.whole_object, created, model, choices, _usage(generations)))  # pyright: ignore[reportArgumentType]
+    usage = await _usage(generations)
+    return _encode(Answer(identifier, shape.whole_object, created, model, choices, usage))  # pyright: ignore[reportArgumentType]
 
 
 async def _text(generation: Generation) -> str | ApiError:
@@ -170,11 +171,14 @@ async def _stream(
         await writer.event(failed[0].body())
         return
     if usage:
-        await writer.event(_encode(Answer(identifier, shape.chunk_object, created, model, [], _usage(generations))))
+        figures = await _usage(generations)
+        await writer.event(_encode(Answer(identifier, shape.chunk_object, created, model, [], figures)))
     await writer.event(DONE)
 
 
-def _usage(generations: list[Generation]) -> Usage:
+async def _usage(generations: list[Generation]) -> Usage:
+    for generation in generations:
+        await generation.settle()
     prompt = sum(generation.prompt_tokens for generation in generations)
     completion = sum(generation.completion_tokens for generation in generations)
     cached = sum(generation.cached_tokens for generation in generations)

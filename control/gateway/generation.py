@@ -4,11 +4,13 @@ The text depends only on the tokens, never on how they were grouped on their way
 are the same.
 """
 
+import contextlib
 import time
 from dataclasses import dataclass
 
 from ..client import Stream
 from .errors import ApiError, from_finish
+from .limits import SETTLE_SECONDS
 from .metrics import Metrics
 from .stops import StopFinder
 from .tokenizer import TextModel
@@ -42,8 +44,12 @@ class Generation:
 
     @property
     def cached_tokens(self) -> int:
-        finish = self._stream.finish
-        return 0 if finish is None else finish.cached_tokens
+        return self._stream.cached_tokens
+
+    async def settle(self) -> None:
+        """After the end: wait for the last figures, if a stop string ended the run before the service could."""
+        with contextlib.suppress(TimeoutError):
+            await self._stream.confirmed(SETTLE_SECONDS)
 
     def refusal(self) -> ApiError | None:
         """The error that ended the request before it gave a token, if it did."""

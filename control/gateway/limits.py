@@ -22,6 +22,8 @@ KEEP_ALIVE_SECONDS = 15.0
 CONNECT_SECONDS = 10.0
 #: Headers of a stream wait this long for the first token or a refusal.
 HEADER_SECONDS = 2.0
+#: An answer that a stop string ended waits this long for the number of its cached tokens.
+SETTLE_SECONDS = 0.5
 #: Texts and renderings above this many characters are handled in a thread.
 INLINE_CHARS = 2048
 

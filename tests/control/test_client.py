@@ -287,6 +287,7 @@ def test_closing_a_stream_aborts(tmp_path: Path) -> None:
             await control.until(lambda: bool(control.aborts))
             assert stream.finish is not None and stream.finish.reason == "abort"
             await client.abort(stream)
+            await stream.confirmed(20)
 
     run(work, tmp_path)
 

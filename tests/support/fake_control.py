@@ -256,7 +256,11 @@ class FakeControl:
                 self.peers[identity].jobs[message.key] = Job(message, ids, self._slot())
         elif isinstance(message, Abort):
             self.aborts.append(message.key)
-            self.peers[identity].jobs.pop(message.key, None)
+            peer = self.peers[identity]
+            if job := peer.jobs.pop(message.key, None):
+                end = End(message.key, job.slot, "abort", job.sent, self.cached_tokens)
+                self.send(identity, Tick(peer.sequence, 0, b"", False, b"", ends=[end]))
+                peer.sequence += 1
         elif isinstance(message, Status):
             self.send(identity, self.status(message.nonce))
         elif not isinstance(message, ClientPing):

@@ -63,7 +63,9 @@ def test_str_4_stop_strings_never_leak(tmp_path: Path, said: str, stop: Any, exp
 def test_str_4_a_match_ends_the_run(tmp_path: Path) -> None:
     async def work(endpoint: str) -> None:
         async with gateway(endpoint, endless("on and on STOP and on"), step_s=0.001) as g:
+            g.control.cached_tokens = 1
             answer = (await g.completion(stop="STOP")).json()
+            assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
             assert answer["choices"][0]["text"] == "on and on "
             await g.control.until(lambda: g.control.aborts == [1])
 
