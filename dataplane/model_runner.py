@@ -4,6 +4,7 @@ Made by a worker (``load_runner``) and called once an iteration, in step order. 
 cache; knows nothing of plans. Memory is taken at start, from a figure in bytes, and checked there.
 """
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -14,12 +15,13 @@ from torch import Tensor
 
 from ..kernels.attention import AttentionBackend, AttnBatch, ReferenceAttention, kv_bytes_per_token
 from ..kernels.attention_cpu import CPUAttention
-from ..kernels.linear import padded_rows
 from ..kernels.sampling import SamplingParams, sample
 from .batch import ModelInfo, SamplingRows, StageBatch
 from .models.config import ModelError
 from .models.llama import LlamaStage
 from .weights import ModelSource, open_model
+
+_log = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
@@ -51,6 +53,8 @@ class ModelRunner:
         config = source.config
         with torch.inference_mode():
             self._stage = LlamaStage(source, stage, stages, self._dtype)
+        if not self._stage.batch_invariant:
+            _log.warning("matrix products on this machine depend on the batch: tokens may differ between runs")
         layers = len(self._stage.layers)
         block_bytes = block_size * kv_bytes_per_token(layers, config.kv_heads, config.head_dim, self._dtype)
         # One block more than is offered is the backend's, which reads zeros from it.
@@ -114,7 +118,7 @@ class ModelRunner:
     def _input(self, batch: StageBatch, hidden: NDArray[np.uint8] | None) -> Tensor:
         """The residual stream that enters the stage, with zero rows up to the padded count."""
         tokens = batch.num_tokens
-        x = torch.zeros(padded_rows(tokens), self._stage.config.hidden_size, dtype=self._dtype)
+        x = torch.zeros(self._stage.padded(tokens), self._stage.config.hidden_size, dtype=self._dtype)
         if self._stage.is_first:
             if batch.ids is None:
                 raise ValueError("the first stage needs token ids")

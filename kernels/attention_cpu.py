@@ -84,6 +84,9 @@ class CPUAttention:
 
     name = "cpu"
 
+    def __init__(self) -> None:
+        self._padded: dict[tuple[int, int], int] = {}
+
     def allocate(
         self, layers: int, num_blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> KVCache:
@@ -129,7 +132,11 @@ class CPUAttention:
         grouped = q.view(len(q), cache.kv_heads, -1, cache.head_dim).to(torch.float32) * scale
         result = out.view(len(out), cache.kv_heads, -1, cache.head_dim)
         if plan.items is not None:
-            _attend_items(grouped, keys, values, plan.items, result)
+            group = grouped.shape[2]
+            padded = self._padded.get((group, cache.head_dim))
+            if padded is None:
+                padded = self._padded[group, cache.head_dim] = _decode_rows(group, cache.head_dim)
+            _attend_items(grouped, keys, values, plan.items, result, padded)
         for chunk in plan.chunks:
             _attend_chunk(grouped, keys, values, chunk, result)
 
@@ -181,13 +188,12 @@ def _plan_items(rows: list[int], bounds: list[int], lengths: list[int], table: T
     )
 
 
-def _attend_items(q: Tensor, keys: Tensor, values: Tensor, plan: _Items, out: Tensor) -> None:
+def _attend_items(q: Tensor, keys: Tensor, values: Tensor, plan: _Items, out: Tensor, padded: int) -> None:
     rows, kv_heads, group, dim = len(plan.query), q.shape[1], q.shape[2], q.shape[3]
-    padded = decode_rows(group, dim)
     items = len(plan.row)
     queries = torch.zeros(rows, kv_heads, padded, dim)
     queries[:, :, :group] = q[plan.query]
-    queries = queries[plan.row]
+    queries = queries.index_select(0, plan.row)
     # One partial more than there are items: that of a tile which a row does not have.
     peak = torch.full((items + 1, kv_heads, padded, 1), _NOTHING)
     total = torch.zeros(items + 1, kv_heads, padded, 1)
@@ -195,8 +201,8 @@ def _attend_items(q: Tensor, keys: Tensor, values: Tensor, plan: _Items, out: Te
     for begin in range(0, items, _PIECE):
         end = min(begin + _PIECE, items)
         index = plan.blocks[begin:end].flatten()
-        k = keys[index].to(torch.float32).view(-1, TILE, dim)
-        v = values[index].to(torch.float32).view(-1, TILE, dim)
+        k = keys.index_select(0, index).to(torch.float32).view(-1, TILE, dim)
+        v = values.index_select(0, index).to(torch.float32).view(-1, TILE, dim)
         if begin in plan.blank:
             v.view(-1, dim).index_fill_(0, plan.blank[begin], 0.0)
         scores = torch.bmm(queries[begin:end].view(-1, padded, dim), k.transpose(1, 2))
@@ -211,9 +217,9 @@ def _attend_items(q: Tensor, keys: Tensor, values: Tensor, plan: _Items, out: Te
         total[begin:end] = scores.sum(-1, keepdim=True)
         torch.bmm(scores.view(-1, padded, TILE), v, out=weighted[begin:end].view(-1, padded, dim))
     shape = (plan.tiles, rows, kv_heads, padded)
-    peak = peak[plan.order].view(*shape, 1)
-    total = total[plan.order].view(*shape, 1)
-    weighted = weighted[plan.order].view(*shape, dim)
+    peak = peak.index_select(0, plan.order).view(*shape, 1)
+    total = total.index_select(0, plan.order).view(*shape, 1)
+    weighted = weighted.index_select(0, plan.order).view(*shape, dim)
     # Join: with the running maximum, old results are scaled by ``keep`` and the tile's by ``add``.
     running = torch.cummax(peak, dim=0).values
     add = (peak - running).exp_()
@@ -259,8 +265,8 @@ def _plan_chunk(begin: int, end: int, length: int, table: Tensor, cache: KVCache
 
 def _attend_chunk(q: Tensor, keys: Tensor, values: Tensor, plan: _Chunk, out: Tensor) -> None:
     kv_heads, group, dim = q.shape[1:]
-    k = keys[plan.blocks].to(torch.float32).view(kv_heads, plan.keys, dim)
-    v = values[plan.blocks].to(torch.float32).view(kv_heads, plan.keys, dim)
+    k = keys.index_select(0, plan.blocks).to(torch.float32).view(kv_heads, plan.keys, dim)
+    v = values.index_select(0, plan.blocks).to(torch.float32).view(kv_heads, plan.keys, dim)
     v.view(-1, dim).index_fill_(0, plan.blank, 0.0)
     for tile in plan.tiles:
         rows = tile.padded * group
@@ -286,6 +292,18 @@ def _attend_chunk(q: Tensor, keys: Tensor, values: Tensor, plan: _Chunk, out: Te
         out[tile.begin : tile.end] = result[:, : tile.end - tile.begin].transpose(0, 1).to(out.dtype)
 
 
-def decode_rows(group: int, dim: int) -> int:
-    """Rows that the products of one query's heads are padded to: its row then has the bits it has in a chunk."""
-    return -(-group // 4) * 4
+def _decode_rows(group: int, dim: int) -> int:
+    """Rows to which one query's heads are padded, so that they have the bits they have within a chunk."""
+    generator = torch.Generator().manual_seed(0)
+    chunk = QUERIES * group
+    queries = torch.randn(2, chunk, dim, generator=generator)
+    keys, values = torch.randn(2, 2, TILE, dim, generator=generator)
+    scores = torch.bmm(queries, keys.transpose(1, 2))
+    weighted = torch.bmm(scores, values)
+    padded = -(-group // 4) * 4
+    while padded < chunk:
+        few = torch.bmm(queries[:, :padded].contiguous(), keys.transpose(1, 2))
+        if torch.equal(few, scores[:, :padded]) and torch.equal(torch.bmm(few, values), weighted[:, :padded]):
+            break
+        padded *= 2
+    return padded

@@ -1,23 +1,31 @@
 """Linear layers whose rows never depend on how many rows there are.
 
 A matrix product may use another kernel, and so another order of additions, for another number of rows. Weights are
-packed once for oneDNN and callers pad the number of rows to ``padded_rows``; ``check_rows`` proves on the running
-machine that a row's bits are then the same at every size (``kernels`` know no other rows: padding is ignored).
+packed once for oneDNN, and callers pad the number of rows to one of a few sizes (``padded_rows``), which also keeps
+the number of generated kernels small. ``smallest_rows`` finds out on the running machine from which size on a row's
+bits are always the same.
 
 bfloat16 products are computed natively only where the processor has instructions for it. Elsewhere they would be
 emulated, several times slower than float32, so the packed weights are float32 copies of the bfloat16 values.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
-#: Rows are padded to a multiple of this.
+#: From here on, row counts are multiples of this; below, powers of two.
 ROW_TILE = 16
+_SMALL = (2, 4, 8)
+#: Sizes that the check compares.
+_CHECKED = (*_SMALL, ROW_TILE, 3 * ROW_TILE, 128)
 
 
-def padded_rows(rows: int) -> int:
-    """The number of rows to compute for ``rows`` rows."""
-    return -(-rows // ROW_TILE) * ROW_TILE
+def padded_rows(rows: int, smallest: int = ROW_TILE) -> int:
+    """The number of rows to compute for ``rows`` rows, at least ``smallest``."""
+    if rows > ROW_TILE // 2:
+        return -(-rows // ROW_TILE) * ROW_TILE
+    return next((size for size in _SMALL if size >= max(rows, smallest)), ROW_TILE)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -30,19 +38,30 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 class Linear:
     """``x @ weight.T`` for ``x`` [padded rows, in], with the weight [out, in] packed in the compute type."""
 
-    __slots__ = ("_packed", "in_features", "out_features")
+    __slots__ = ("_packed", "dtype", "in_features", "out_features")
 
     def __init__(self, weight: Tensor) -> None:
         self.out_features, self.in_features = weight.shape
+        self.dtype = weight.dtype
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
 
     def __call__(self, x: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, None, "none", [], "")
 
 
-def check_rows(layer: Linear, dtype: torch.dtype, sizes: tuple[int, ...] = (1, 16, 64, 512)) -> bool:
-    """Whether the first row's bits are the same for each number of rows in ``sizes``, padded as in use."""
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(padded_rows(max(sizes)), layer.in_features, generator=generator).to(dtype)
-    first = [layer(rows[: padded_rows(size)].contiguous())[0] for size in sizes]
-    return all(torch.equal(row, first[0]) for row in first)
+def smallest_rows(layers: Iterable[Linear]) -> int | None:
+    """The least size from which on every row of these layers has the same bits at every size.
+
+    None if not even multiples of ``ROW_TILE`` agree: then a row's result may depend on the batch.
+    """
+    smallest = 0
+    for layer in layers:
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randn(_CHECKED[-1], layer.in_features, generator=generator).to(layer.dtype)
+        expected = layer(rows)
+        for size in _CHECKED:
+            if not torch.equal(layer(rows[:size].contiguous()), expected[:size]):
+                smallest = max(smallest, size + 1)
+    if smallest > ROW_TILE:
+        return None
+    return next(size for size in _CHECKED if size >= smallest)

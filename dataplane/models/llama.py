@@ -2,7 +2,7 @@
 
 Built once from a model source, called once an iteration by ``model_runner``. The residual stream is kept in the
 model's type between layers and stages, so a model's bits do not depend on how its layers are split; inside a layer
-values have the compute type (``kernels.linear.compute_dtype``). All row counts are padded (``padded_rows``).
+values have the compute type (``kernels.linear.compute_dtype``). All row counts are padded (``padded``).
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.attention import AttentionBackend, KVCache
-from ...kernels.linear import Linear, compute_dtype, padded_rows
+from ...kernels.linear import ROW_TILE, Linear, compute_dtype, padded_rows, smallest_rows
 from ...kernels.norm import rms_norm, silu_mul
 from ...kernels.rope import apply_rope, rope_table
 from ..weights.source import ModelSource
@@ -51,6 +51,12 @@ class LlamaStage:
                 self._head = Linear(self._embedding.to(self._compute))
             else:
                 self._head = self._linear(EMBEDDING if tied else HEAD)
+        layer = self._layers[0]
+        checked = [layer.qkv, layer.output, layer.gate_up, layer.down, *([self._head] if self._head else [])]
+        smallest = smallest_rows(checked)
+        #: Whether a row's result never depends on the batch on this machine.
+        self.batch_invariant = smallest is not None
+        self._smallest = smallest or ROW_TILE
 
     def _tensor(self, name: str) -> Tensor:
         tensor = self._source.load(name)
@@ -58,7 +64,7 @@ class LlamaStage:
         if tuple(tensor.shape) != shape:
             raise ModelError(f"tensor {name} has shape {tuple(tensor.shape)}, the model needs {shape}")
         tensor = tensor.to(self.dtype)
-        if not bool(torch.isfinite(tensor).all()):
+        if not bool(torch.isfinite(tensor.sum(dtype=torch.float32))):
             raise ModelError(f"tensor {name} of {self._source.name} holds values that are not finite in {self.dtype}")
         return tensor
 
@@ -77,6 +83,10 @@ class LlamaStage:
             gate_up=self._linear(mlp + "gate_proj.weight", mlp + "up_proj.weight"),
             down=self._linear(mlp + "down_proj.weight"),
         )
+
+    def padded(self, rows: int) -> int:
+        """The number of rows to compute for ``rows`` rows."""
+        return padded_rows(rows, self._smallest)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Residual stream of the first stage, [T, hidden]."""
@@ -106,7 +116,7 @@ class LlamaStage:
         """float32[len(rows), vocabulary] of the last stage for these rows of its residual stream."""
         if self._norm is None or self._head is None:
             raise RuntimeError("only the last stage has a head")
-        selected = x.new_zeros(padded_rows(len(rows)), self.config.hidden_size)
+        selected = x.new_zeros(self.padded(len(rows)), self.config.hidden_size)
         selected[: len(rows)] = x[rows]
         normed = rms_norm(selected, self._norm, self.config.norm_eps, self._compute)
         return self._head(normed)[: len(rows)].to(torch.float32)

@@ -5,12 +5,10 @@ import re
 from pathlib import Path
 
 import numpy as np
-import torch
-from gguf.constants import GGMLQuantizationType
-from gguf.quants import dequantize
 from torch import Tensor
 
 from ..models.config import EMBEDDING, FINAL_NORM, HEAD, ModelError, config_from_gguf
+from .dequantise import SUPPORTED_TYPES, widen
 from .gguf_file import read_header
 from .source import check_tensors
 
@@ -28,12 +26,6 @@ _LAYER = {
 }
 _LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
 
-_T = GGMLQuantizationType
-#: Tensor types that are dequantised; others are refused when the file is opened.
-SUPPORTED_TYPES = (
-    *(_T.F32, _T.F16, _T.BF16, _T.Q4_0, _T.Q4_1, _T.Q5_0, _T.Q5_1, _T.Q8_0),
-    *(_T.Q2_K, _T.Q3_K, _T.Q4_K, _T.Q5_K, _T.Q6_K, _T.IQ4_NL, _T.IQ4_XS),
-)
 _EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
@@ -68,27 +60,18 @@ class GGUFSource:
     def load(self, name: str) -> Tensor:
         tensor = self._tensors[name]
         raw = np.frombuffer(self._data, np.uint8, tensor.num_bytes, tensor.offset)
-        rows = raw.reshape(*tensor.shape[:-1], -1)
-        values = np.array(_widen(rows, tensor.type), dtype=np.float32, order="C").reshape(tensor.shape)
+        values = widen(raw, tensor.type, tensor.shape)
         if name.endswith("q_proj.weight"):
-            values = _rotary_halves(values, self.config.heads)
-        elif name.endswith("k_proj.weight"):
-            values = _rotary_halves(values, self.config.kv_heads)
-        return torch.from_numpy(values)
+            return _rotary_halves(values, self.config.heads)
+        if name.endswith("k_proj.weight"):
+            return _rotary_halves(values, self.config.kv_heads)
+        return values
 
 
-def _widen(rows: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
-    if kind == _T.F32:
-        return rows.view(np.float32)
-    if kind == _T.F16:
-        return rows.view(np.float16)
-    return dequantize(rows, kind)
-
-
-def _rotary_halves(values: np.ndarray, heads: int) -> np.ndarray:
+def _rotary_halves(values: Tensor, heads: int) -> Tensor:
     """Undo the file's order of a head's rows, which pairs neighbours: first halves and second halves again."""
-    pairs = values.reshape(heads, -1, 2, values.shape[-1])
-    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)
+    pairs = values.view(heads, -1, 2, values.shape[-1])
+    return pairs.transpose(1, 2).reshape(values.shape)
 
 
 def _canonical(path: Path, name: str) -> str:

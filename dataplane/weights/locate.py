@@ -5,6 +5,7 @@ from pathlib import Path
 
 from ..models.config import ModelError
 from .gguf import GGUFSource
+from .random import parse_random
 from .safetensors import SafetensorsSource
 from .source import ModelSource
 
@@ -29,7 +30,12 @@ def locate(model: str) -> Path:
 
 
 def open_model(model: str) -> ModelSource:
-    """Open a model by path or name. ``ModelError`` says what is wrong with it."""
+    """Open a model by path or name. ``ModelError`` says what is wrong with it.
+
+    ``random`` and ``random:layers=4,…`` are a small model of seeded noise, without a tokenizer.
+    """
+    if model == "random" or model.startswith("random:"):
+        return parse_random(model)
     path = locate(model)
     if path.is_dir():
         source: ModelSource = SafetensorsSource(path)

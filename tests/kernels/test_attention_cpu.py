@@ -1,0 +1,174 @@
+"""The CPU attention: equal to the oracle, and the same bits however the work is cut."""
+
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+import torch
+from evenflow.kernels.attention import AttentionBackend, AttnBatch, ReferenceAttention
+from evenflow.kernels.attention_cpu import CPUAttention
+from torch import Tensor
+
+DIM = 32
+
+
+def batch_of(rows: Sequence[tuple[int, int, list[int]]], block_size: int) -> AttnBatch:
+    """Rows of (tokens before, new tokens, blocks)."""
+    width = max(len(blocks) for _, _, blocks in rows)
+    slots = [
+        blocks[position // block_size] * block_size + position % block_size
+        for before, new, blocks in rows
+        for position in range(before, before + new)
+    ]
+    offsets = [0]
+    for _, new, _ in rows:
+        offsets.append(offsets[-1] + new)
+    return AttnBatch(
+        cu_q=torch.tensor(offsets, dtype=torch.int32),
+        kv_len=torch.tensor([before + new for before, new, _ in rows], dtype=torch.int32),
+        block_table=torch.tensor([blocks + [0] * (width - len(blocks)) for *_, blocks in rows], dtype=torch.int32),
+        slot=torch.tensor(slots),
+        num_decodes=sum(new == 1 for _, new, _ in rows),
+    )
+
+
+def sequences(
+    lengths: Sequence[int], heads: int, kv_heads: int, seed: int = 0
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Queries, keys and values of whole sequences."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(length: int, count: int) -> Tensor:
+        return torch.randn(length, count, DIM, generator=generator)
+
+    return [(draw(n, heads) * 3, draw(n, kv_heads), draw(n, kv_heads)) for n in lengths]
+
+
+def run(
+    backend: AttentionBackend,
+    data: list[tuple[Tensor, Tensor, Tensor]],
+    steps: Sequence[Sequence[tuple[int, int, int]]],
+    block_size: int,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> list[Tensor]:
+    """Attention output of every token. A step is rows of (sequence, tokens before, new tokens)."""
+    kv_heads = data[0][1].shape[1]
+    counts = [-(-len(q) // block_size) for q, _, _ in data]
+    ids = list(range(sum(counts) + 3))
+    random.Random(seed).shuffle(ids)
+    cache = backend.allocate(1, len(ids), block_size, kv_heads, DIM, dtype)
+    backend.poison(cache)
+    blocks = [[ids.pop() for _ in range(count)] for count in counts]
+    outputs = [torch.full_like(q, torch.nan) for q, _, _ in data]
+    for step in steps:
+        rows = [(before, new, blocks[index][: -(-(before + new) // block_size)]) for index, before, new in step]
+        batch = batch_of(rows, block_size)
+        plan = backend.plan(batch, cache)
+        q, k, v = (
+            torch.cat([data[index][part][before : before + new] for index, before, new in step]) for part in range(3)
+        )
+        backend.write_kv(k, v, cache, 0, plan)
+        out = torch.full_like(q, torch.nan)
+        backend.attend(q, cache, 0, plan, out, DIM**-0.5)
+        for (index, before, new), (begin, end) in zip(step, pairwise(batch.cu_q.tolist()), strict=True):
+            outputs[index][before : before + new] = out[begin:end]
+    return outputs
+
+
+def chunked(length: int, chunk: int, index: int = 0) -> list[list[tuple[int, int, int]]]:
+    return [[(index, begin, min(chunk, length - begin))] for begin in range(0, length, chunk)]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (9, 3), (8, 1)])
+def test_equals_the_oracle_in_mixed_batches(heads: int, kv_heads: int) -> None:
+    data = sequences([1, 15, 256, 257, 700, 40], heads, kv_heads)
+    steps = [
+        [(1, 0, 15), (2, 0, 255)],
+        [(2, 255, 1), (0, 0, 1), (3, 0, 257)],
+        [(4, 0, 300)],
+        [(4, 300, 399), (5, 0, 40)],
+        [(4, 699, 1)],
+    ]
+    expected = run(ReferenceAttention(torch.float64), data, steps, 16)
+    actual = run(CPUAttention(), data, steps, 16)
+    for one, other in zip(expected, actual, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+def test_bfloat16_cache_equals_the_oracle_on_rounded_keys() -> None:
+    data = sequences([300, 20], 6, 2)
+    steps = [[(0, 0, 299), (1, 0, 19)], [(0, 299, 1), (1, 19, 1)]]
+    expected = run(ReferenceAttention(torch.float64), data, steps, 16, torch.bfloat16)
+    actual = run(CPUAttention(), data, steps, 16, torch.bfloat16)
+    for one, other in zip(expected, actual, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def long_sequences() -> list[tuple[Tensor, Tensor, Tensor]]:
+    return sequences([600, 37, 270, 5, 16, 1, 130, 256], 9, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_bits_do_not_depend_on_how_work_is_cut(
+    long_sequences: list[tuple[Tensor, Tensor, Tensor]], dtype: torch.dtype, threads: int
+) -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = run(CPUAttention(), long_sequences[:1], chunked(600, 600), 16, dtype)[0]
+        torch.set_num_threads(threads)
+        for chunk, block_size in [(1, 16), (7, 8), (16, 32), (17, 16), (64, 16), (250, 8), (256, 16)]:
+            cut = run(CPUAttention(), long_sequences[:1], chunked(600, chunk), block_size, dtype, seed=chunk)[0]
+            assert torch.equal(alone, cut), f"chunks of {chunk}, blocks of {block_size}"
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_do_not_depend_on_batch_mates(
+    long_sequences: list[tuple[Tensor, Tensor, Tensor]], dtype: torch.dtype
+) -> None:
+    alone = [run(CPUAttention(), [one], chunked(len(one[0]), 600), 16, dtype)[0] for one in long_sequences]
+    lengths = [len(one[0]) for one in long_sequences]
+    # All but the last two tokens as chunks of one batch, then two batches of decodes only.
+    steps = [
+        [(index, 0, length - 2) for index, length in enumerate(lengths) if length > 2],
+        [(index, max(length - 2, 0), 1) for index, length in enumerate(lengths)],
+        [(index, length - 1, 1) for index, length in enumerate(lengths) if length > 1],
+    ]
+    together = run(CPUAttention(), long_sequences, steps, 16, dtype)
+    for one, other in zip(alone, together, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_cached_prefix_gives_the_same_bits(long_sequences: list[tuple[Tensor, Tensor, Tensor]]) -> None:
+    whole = run(CPUAttention(), long_sequences[:1], chunked(600, 600), 16)[0]
+    resumed = run(CPUAttention(), long_sequences[:1], [[(0, 0, 304)], [(0, 304, 296)]], 16)[0]
+    assert torch.equal(whole, resumed)
+
+
+@pytest.mark.parametrize("make", [CPUAttention, ReferenceAttention])
+def test_negative_slot_writes_nothing(make: type[CPUAttention] | type[ReferenceAttention]) -> None:
+    """CG-1: padding must not land in the last slot."""
+    backend = make()
+    cache = backend.allocate(1, 3, 16, 2, DIM, torch.float32)
+    batch = AttnBatch(
+        cu_q=torch.tensor([0, 1], dtype=torch.int32),
+        kv_len=torch.tensor([1], dtype=torch.int32),
+        block_table=torch.tensor([[1]], dtype=torch.int32),
+        slot=torch.tensor([16, -1, -1]),
+        num_decodes=1,
+    )
+    new = torch.ones(3, 2, DIM)
+    backend.write_kv(new, new, cache, 0, backend.plan(batch, cache))
+    assert int(cache.keys[0].count_nonzero()) == 2 * DIM
+    assert int(cache.values[0].count_nonzero()) == 2 * DIM
+
+
+def test_block_size_must_divide_the_tile() -> None:
+    with pytest.raises(ValueError, match="block size 24 does not divide 256"):
+        CPUAttention().allocate(1, 3, 24, 2, DIM, torch.float32)
