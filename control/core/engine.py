@@ -183,7 +183,7 @@ class Engine:
         replica = Replica(event.replica, event.epoch, event.stages, event.num_blocks, event.num_slots, limits)
         self.replicas[event.replica] = replica
         # The last token's KV is never written.
-        room = event.num_blocks * limits.block_size + 1
+        room = min(event.num_blocks * limits.block_size + 1, limits.max_model_len)
         self.max_sequence = room if not self.max_sequence else min(self.max_sequence, room)
         homeless, self.homeless = self.homeless, []
         ends = [ended for seq in homeless if (ended := self._rehome(seq)) is not None]

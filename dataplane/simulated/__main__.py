@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..batch import Runner
 from ..worker import add_worker_arguments, run_worker
+from .blank import BlankRunner
 from .scripted import ScriptedRunner
 from .shadow import DEFAULT_VOCAB, ShadowRunner
 
@@ -24,13 +25,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--eos-id", type=int, default=0)
     parser.add_argument("--tile", type=int, default=0)
+    parser.add_argument("--blank", action="store_true", help="keep no shadow of the cache: ids follow from positions")
     parser.add_argument("--script", type=Path, default=None, help="JSON list of ids that every request outputs")
     parser.add_argument("--crash-on", type=int, default=None, metavar="ID", help="exit when a batch has this id")
     parser.add_argument("--hang-on", type=int, default=None, metavar="ID", help="hang when a batch has this id")
     arguments = parser.parse_args(argv)
 
     def load() -> Runner:
-        shadow = ShadowRunner(
+        inner: Runner = ShadowRunner(
             arguments.stage,
             arguments.stages,
             block_size=arguments.block_size,
@@ -42,8 +44,10 @@ def main(argv: list[str] | None = None) -> int:
             name=arguments.model,
             tile=arguments.tile,
         )
+        if arguments.blank:
+            inner = BlankRunner(arguments.stage, arguments.stages, inner.info)
         return ScriptedRunner(
-            shadow,
+            inner,
             arguments.step_ms / 1e3,
             arguments.token_us / 1e6,
             crash_on=arguments.crash_on,

@@ -1,0 +1,82 @@
+"""Is scheduling off the device's critical path? Scripted workers take 5 ms an iteration while 256 requests decode.
+
+``plan_waiting_share``: the part of iterations whose plan was already in the worker's queue when the one before
+ended (goal 99 %). ``busy_share``: the part of its time that a stage computes; the smallest stage counts (goal 85 %
+with 4 stages). Both come from the workers' own results, taken between two moments of a steady load through real
+processes and sockets. The limit that ``busy_share`` is compared with is 1.
+
+Run: python benchmarks/overlap.py [--quick] [--json]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+
+import report
+from evenflow.control.client import AsyncClient, Stream
+from report import Report, Row
+from serving import Served, served
+
+RUNNING = 256
+STEP_MS = 5
+STAGES = (1, 2, 4)
+GOAL_WAITING, GOAL_BUSY = 0.99, 0.85
+
+
+async def _drive(server: Served, stages: int, seconds: float) -> dict[str, float]:
+    """Differences of the server's counters over ``seconds`` of steady decoding."""
+    draw = random.Random(3)
+    async with AsyncClient(server.endpoint) as client:
+        await client.wait_connected(30)
+        streams: list[Stream] = []
+        for _ in range(RUNNING):
+            prompt = [draw.randrange(1, 50_000) for _ in range(32)]
+            streams.append(await client.submit(prompt, max_tokens=int(1000 * (seconds + 30) / STEP_MS)))
+        while (await client.status()).values["num_decoding"] < RUNNING:
+            await asyncio.sleep(0.2)
+        await asyncio.sleep(1.0)
+        before = (await client.status()).values
+        await asyncio.sleep(seconds)
+        after = (await client.status()).values
+        assert after["num_decoding"] == RUNNING, "the load was not steady"
+        for stream in streams:
+            stream.abort()
+        return {name: after[name] - before.get(name, 0.0) for name in after}
+
+
+def measure(stages: int, seconds: float, results: Report) -> None:
+    """One case: a server of scripted workers under load."""
+    arguments = ["--stages", str(stages), "--step-ms", str(STEP_MS), "--max-num-seqs", str(RUNNING)]
+    arguments += ["--worker-arg=--blank", "--worker-arg=--num-blocks=140000"]
+    with served("scripted", *arguments) as server:
+        deltas = asyncio.run(_drive(server, stages, seconds))
+    waiting: list[float] = []
+    busy: list[float] = []
+    for stage in range(stages):
+        name = f"replica0_stage{stage}"
+        waiting.append(1 - deltas[f"{name}_plans_late_total"] / deltas[f"{name}_iterations_total"])
+        work, idle = deltas[f"{name}_busy_seconds_total"], deltas[f"{name}_idle_seconds_total"]
+        busy.append(work / (work + idle))
+    case = {"stages": stages, "running": RUNNING}
+    value = min(waiting)
+    results.add(Row("plan_waiting_share", case, value, "", "always", value, GOAL_WAITING, value >= GOAL_WAITING))
+    value = min(busy)
+    goal = GOAL_BUSY if stages == 4 else None
+    results.add(
+        Row("busy_share", case, value, "", "always busy", value, goal, None if goal is None else value >= goal)
+    )
+
+
+def main() -> int:
+    options = report.arguments(__doc__).parse_args()
+    results = Report("overlap")
+    for stages in (1, 4) if options.quick else STAGES:
+        measure(stages, 5.0 if options.quick else 20.0, results)
+    results.show(options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

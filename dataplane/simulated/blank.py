@@ -1,0 +1,28 @@
+"""A runner that computes nothing: ids follow from positions alone. For benchmarks of the control plane, where a
+device's time is planned (``ScriptedRunner``) and the host's should be spent on nothing else."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..batch import Int64, ModelInfo, StageBatch
+
+
+class BlankRunner:
+    """One stage. Implements ``dataplane.batch.Runner``; a context costs it nothing, however long."""
+
+    def __init__(self, stage: int, stages: int, info: ModelInfo) -> None:
+        self._last = stage == stages - 1
+        self._info = info
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._info
+
+    def start(self, num_blocks: int) -> None:
+        """There is nothing to forget."""
+
+    def run(self, batch: StageBatch, hidden: NDArray[np.uint8] | None) -> NDArray[np.uint8] | Int64:
+        if not self._last:
+            return np.zeros((batch.num_tokens, self._info.hidden_bytes), np.uint8)
+        assert batch.sampling is not None
+        return 1 + batch.sampling.position % (self._info.vocab_size - 1)
