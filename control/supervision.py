@@ -211,11 +211,25 @@ class Supervisor:
                 f"replica {hello.replica}, stage {hello.stage} of {hello.stages}, rank {hello.rank} does not exist"
                 f" here: {len(self.sites)} replicas of {self.stages} stages, one rank each"
             )
-        model, limits = self.model, self.limits
+        limits = self.limits
+        # Before the first epoch the workers that are there must agree with each other.
+        model = self.model or next(
+            (
+                peer.hello
+                for site in self.sites
+                for place, peer in site.peers.items()
+                if (site.index, *place) != (hello.replica, hello.stage, hello.rank)
+            ),
+            None,
+        )
         if model is not None and (model.model, model.vocab_size) != (hello.model, hello.vocab_size):
             return f"model {hello.model} with {hello.vocab_size} ids, but {model.model} is being served"
-        if limits is not None and limits.block_size != hello.block_size:
-            return f"block size {hello.block_size}, but {limits.block_size} is in use"
+        if model is not None and model.block_size != hello.block_size:
+            return f"block size {hello.block_size}, but {model.block_size} is in use"
+        if limits is not None and hello.max_tokens < limits.token_budget:
+            return f"at most {hello.max_tokens} tokens an iteration, but the token budget is {limits.token_budget}"
+        if limits is not None and hello.max_model_len < limits.max_model_len:
+            return f"sequences of {hello.max_model_len} tokens, but {limits.max_model_len} are allowed"
         return None
 
     def _assemble(self, site: Site, now: float) -> list[Action]:
