@@ -1,6 +1,6 @@
 """A sequence's tokens depend on nothing but itself: equal over token budgets, block sizes, stages, batch mates,
-prefix cache and preemption. All cells with shadow-KV workers, whose ids follow from what they read through the block table;
-``wanted`` knows the ids from the tokens alone.
+prefix cache and preemption. All cells with shadow-KV workers, whose ids follow from what they read through the block
+table; ``wanted`` knows the ids from the tokens alone.
 """
 
 import pytest

@@ -6,14 +6,13 @@ tokens of an undisturbed run, and nothing is held. ``EVENFLOW_SCHEDULES`` sets h
 
 import os
 
+from evenflow.control.core.events import Limits
+from evenflow.control.wire import Sampling
+from evenflow.dataplane.simulated.shadow import ShadowRunner, shadow_tokens
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from inprocess import InProcess
-
-from evenflow.control.core.events import Limits
-from evenflow.control.wire import Sampling
-from evenflow.dataplane.simulated.shadow import ShadowRunner, shadow_tokens
 
 VOCAB = 40
 SCHEDULES = int(os.environ.get("EVENFLOW_SCHEDULES", "500"))
