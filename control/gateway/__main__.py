@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import uvloop
+from setproctitle import setproctitle
 
 from ... import __version__
 from ..logs import configure
@@ -24,6 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     # Encoding runs in our own threads; the library's pool would compete with the workers for the cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     configure(options.log_level)
+    setproctitle("evenflow gateway")
     try:
         die_with_parent(options.parent)
         # The port is bound before the model is read: a port that is taken is found at once.

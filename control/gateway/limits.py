@@ -15,6 +15,7 @@ MAX_STOP_CHARS = 1024
 MAX_STOP_IDS = 32
 MAX_TEMPLATE_CHARS = 16 * MIB
 TEMPLATE_SECONDS = 5.0
+HEAD_SECONDS = 30.0
 BODY_SECONDS = 30.0
 #: Silence in a stream after which a comment keeps proxies from closing it.
 KEEP_ALIVE_SECONDS = 15.0

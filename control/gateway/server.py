@@ -10,6 +10,7 @@ import contextlib
 import signal
 import socket
 from collections.abc import Iterator
+from http import HTTPStatus
 from typing import Any
 
 import structlog
@@ -18,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ..client import AsyncClient
 from .app import build_app
-from .limits import MAX_HEADER_BYTES
+from .limits import HEAD_SECONDS, MAX_HEADER_BYTES
 from .service import Service
 from .tokenizer import TextModel
 
@@ -27,32 +28,65 @@ log = structlog.get_logger(__name__)
 #: How often a drain looks whether the last request has ended.
 _DRAIN_STEP_S = 0.05
 _STATUS_MS = 1000
-_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with a bound on a request's head, which httptools would collect without end."""
+    """uvicorn's protocol with bounds on the size and the time of a request's head, of which httptools has none."""
 
     _head = 0
     _in_head = True
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_came()
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self._in_head:
             self._head += len(data)
         super().data_received(data)
         # A piece may hold the head's end and much of the body: then the head is over here.
-        if self._in_head and self._head > 2 * MAX_HEADER_BYTES and not self.transport.is_closing():
-            self.transport.write(_TOO_LARGE)
-            self.transport.close()
+        if self._in_head and self._head > 2 * MAX_HEADER_BYTES:
+            self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+
+    def on_message_begin(self) -> None:
+        self._expect_head()
+        super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         self._in_head = False
+        self._head_came()
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         self._in_head = True
         self._head = 0
         super().on_message_complete()
+
+    def _expect_head(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(HEAD_SECONDS, self._refuse, HTTPStatus.REQUEST_TIMEOUT)
+
+    def _head_came(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _refuse(self, status: int) -> None:
+        self._head_came()
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if answering and status == HTTPStatus.REQUEST_TIMEOUT:
+            # A part of the next request's head has come while the answer to this one is being written.
+            self._expect_head()
+            return
+        if not answering and not self.transport.is_closing():
+            line = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n"
+            self.transport.write(line.encode() + b"content-length: 0\r\nconnection: close\r\n\r\n")
+        self.transport.close()
 
 
 class _Server(uvicorn.Server):

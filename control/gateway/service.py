@@ -128,7 +128,6 @@ class Service:
                 top_p=max(_MIN_TOP_P, 1.0 if request.top_p is None else request.top_p),
                 # 0 would ask the client library for another one.
                 seed=seed or 1 << 62,
-                index=index,
             )
             stream = await self.client.submit(
                 ids,

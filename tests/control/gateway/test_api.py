@@ -292,6 +292,22 @@ def test_sec_3_sizes_are_bounded(tmp_path: Path) -> None:
     drive(work, tmp_path)
 
 
+def test_sec_3_a_body_that_does_not_come_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evenflow.control.gateway.routes.BODY_SECONDS", 0.05)
+
+    async def work(endpoint: str) -> None:
+        async with gateway(endpoint, says("ok")) as g:
+
+            async def slow() -> Any:
+                yield b'{"prompt":'
+                await asyncio.sleep(60)
+                yield b'"x"}'
+
+            error_of(await g.http.post("/v1/completions", content=slow()), 408)
+
+    drive(work, tmp_path)
+
+
 def test_obs_2_a_text_that_cannot_fit_is_not_tokenized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(endpoint: str) -> None:
         async with gateway(endpoint, says("ok"), max_model_len=1024) as g:

@@ -6,16 +6,18 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import pytest
-from evenflow.control.gateway import sse
+import uvicorn
+from evenflow.control.gateway import server, sse
 from evenflow.control.gateway.limits import MAX_HEADER_BYTES
 from fake_control import FakeControl, Script
 from gateway_harness import MODEL, drive, endless, events, gateway, says
+from uvicorn.server import ServerState
 
 
 @dataclass
@@ -158,6 +160,31 @@ def test_sec_3_a_head_without_end_is_cut_off(tmp_path: Path) -> None:
             assert (await p.http.get("/version")).status_code == 200
 
     drive(work, tmp_path)
+
+
+def test_sec_3_a_head_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "HEAD_SECONDS", 0.1)
+
+    async def app(scope: object, receive: object, send: Callable[[dict[str, object]], Awaitable[None]]) -> None:
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def work() -> None:
+        loop = asyncio.get_running_loop()
+        config = uvicorn.Config(app, http=server.BoundedProtocol, log_config=None, lifespan="off")
+        config.load()
+        state = ServerState()
+        listening = await loop.create_server(lambda: server.BoundedProtocol(config, state, {}, loop), "127.0.0.1", 0)
+        async with listening:
+            port = listening.sockets[0].getsockname()[1]
+            for started in (b"", b"GET / HTTP/1.1\r\nhost: x", b"GET / HTTP/1.1\r\nhost: x\r\n\r\nGET /"):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(started)
+                text = await asyncio.wait_for(reader.read(), 20)
+                assert b"HTTP/1.1 408 " in text and text.count(b"HTTP/1.1 204 ") == started.count(b"\r\n\r\n")
+                writer.close()
+
+    asyncio.run(work())
 
 
 def test_the_openai_client_unmodified(tmp_path: Path) -> None:
