@@ -1,0 +1,223 @@
+"""Do running streams stay even while long prompts arrive?
+
+8 HTTP streams decode on SmolLM2-135M; then prompts of 1k, 4k and 7k tokens arrive, one after the other. Reported are
+the gaps between tokens of the running streams: quiet ones, and P99 and the worst (``worst_gap_ms``) while each prompt
+is prefilled. The limit beside them is the slowest full-budget iteration with that prompt, the same 8 decodes and a full
+chunk, driven on the same data plane without gateway, sockets or clients; the goal is to stay within 1.3 times of it.
+With a fixed token budget an iteration, and with it the gap, still grows with the context of the chunk.
+
+Run: python benchmarks/stall.py [--quick] [--json] [--budget N] [--dtype D] [--png FILE]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from array import array
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+import httpx
+import report
+from evenflow.control.core.engine import Engine
+from evenflow.control.core.events import Limits, ReplicaUp, Returned, SendPlan, Submitted
+from evenflow.control.wire import Start, Submit, encode
+from evenflow.dataplane.executor import StageExecutor
+from evenflow.dataplane.model_runner import load_runner
+from report import Report, Row
+from serving import served
+
+STREAMS = 8
+PROMPTS = (1000, 4000, 7000)
+QUICK_PROMPTS = (1000,)
+WITHIN = 1.3
+MODEL = "smollm2-135m"
+TOPICS = ("rivers", "bread", "bridges", "owls", "violins", "glass", "harbours", "chess")
+
+
+@dataclass(slots=True)
+class Observed:
+    """When each token of each stream came, and when each prompt was being served (seconds)."""
+
+    tokens: list[list[float]] = field(default_factory=lambda: [[] for _ in range(STREAMS)])
+    windows: dict[int, tuple[float, float]] = field(default_factory=dict[int, tuple[float, float]])
+    quiet: tuple[float, float] = (0.0, 0.0)
+
+    def gaps(self, window: tuple[float, float]) -> list[float]:
+        """Milliseconds between tokens, for all gaps that lie in the window at least in part."""
+        start, end = window
+        return [
+            (after - before) * 1e3
+            for times in self.tokens
+            for before, after in pairwise(times)
+            if after > start and before < end
+        ]
+
+
+async def _stream(http: httpx.AsyncClient, index: int, times: list[float]) -> None:
+    body = {
+        "model": MODEL,
+        "prompt": f"Here is a long and detailed story about {TOPICS[index]}, told slowly. Once upon a time",
+        "max_tokens": 6000,
+        "ignore_eos": True,
+        "stream": True,
+        "temperature": 0.8,
+        "seed": index,
+    }
+    async with http.stream("POST", "/v1/completions", json=body) as response:
+        response.raise_for_status()
+        async for line in response.aiter_lines():
+            if line.startswith("data: {") and json.loads(line[6:])["choices"][0]["text"]:
+                times.append(time.perf_counter())
+
+
+async def _observe(url: str, prompts: tuple[int, ...], quiet_s: float) -> Observed:
+    seen = Observed()
+    draw = random.Random(11)
+    limits = httpx.Limits(max_connections=STREAMS + 4)
+    async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits) as http:
+        streams = [asyncio.create_task(_stream(http, i, seen.tokens[i])) for i in range(STREAMS)]
+        while any(len(times) < 4 for times in seen.tokens):
+            await asyncio.sleep(0.05)
+        start = time.perf_counter()
+        await asyncio.sleep(quiet_s)
+        seen.quiet = (start, time.perf_counter())
+        for size in prompts:
+            body = {
+                "model": MODEL,
+                "prompt": [draw.randrange(1000, 40_000) for _ in range(size)],
+                "max_tokens": 1,
+                "ignore_eos": True,
+            }
+            start = time.perf_counter()
+            (await http.post("/v1/completions", json=body)).raise_for_status()
+            seen.windows[size] = (start, time.perf_counter())
+            await asyncio.sleep(1.0)
+        for stream in streams:
+            stream.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
+    return seen
+
+
+def _slowest_iterations(prompts: tuple[int, ...], budget: int, dtype: str) -> dict[int, float]:
+    """Milliseconds of the slowest full-budget iteration while each prompt is prefilled beside 8 decodes."""
+    threads = max(1, os.cpu_count() or 1)
+    runner = load_runner(MODEL, 0, 1, dtype=dtype, block_size=16, kv_memory=1 << 30, threads=threads)
+    executor = StageExecutor(runner, 0, 1)
+    info = runner.info
+    limits = Limits(token_budget=budget, max_num_seqs=STREAMS + 1, max_model_len=info.max_model_len)
+    engine = Engine(limits)
+    executor.start(Start(1, 1, info.num_blocks, 16, 32, budget, info.max_model_len, ""))
+    draw = random.Random(11)
+    waiting: list[SendPlan] = []
+
+    def take(event: ReplicaUp | Submitted | Returned) -> None:
+        for effect in engine.step(event, 0.0):
+            if isinstance(effect, SendPlan):
+                executor.accept([encode(m) for m in [*effect.registers, effect.plan]], 0)
+                waiting.append(effect)
+
+    def submit(key: int, size: int, output: int) -> None:
+        tokens = array("I", [draw.randrange(1000, 40_000) for _ in range(size)]).tobytes()
+        take(Submitted(0, Submit(key, f"r{key}", tokens, size, output)))
+
+    def run() -> tuple[SendPlan, float]:
+        start = time.perf_counter()
+        outcome = executor.execute(None)
+        took = (time.perf_counter() - start) * 1e3
+        if outcome.sampled is not None and not executor.first:
+            executor.take_ids(outcome.sampled)
+        plan = waiting.pop(0)
+        take(Returned(0, outcome.result(0, 0, 0, 0)))
+        return plan, took
+
+    take(ReplicaUp(0, 1, 1, info.num_blocks, 32))
+    for key in range(STREAMS):
+        submit(key, 16, 6000)
+    for _ in range(20):
+        run()
+    slowest: dict[int, float] = {}
+    for key, size in enumerate(prompts, STREAMS):
+        submit(key, size, 1)
+        full: list[float] = []
+        while True:
+            plan, took = run()
+            if plan.tokens == budget:
+                full.append(took)
+            elif full:
+                break
+        slowest[size] = max(full)
+    return slowest
+
+
+def _picture(seen: Observed, budget: int, target: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(10, 3.6))
+    origin = seen.quiet[0]
+    for size, (start, end) in seen.windows.items():
+        axes.axvspan(start - origin, end - origin, color="#E69F00", alpha=0.22, lw=0)
+        axes.annotate(
+            f"{size} tokens",
+            ((start + end) / 2 - origin, 1.0),
+            xycoords=("data", "axes fraction"),
+            ha="center",
+            va="bottom",
+            fontsize=8,
+        )
+    for times in seen.tokens:
+        points = [(b - origin, (b - a) * 1e3) for a, b in pairwise(times) if a > origin]
+        axes.plot(*zip(*points, strict=True), ".", ms=2.5, color="#0072B2")
+    axes.set_xlabel("seconds")
+    axes.set_ylabel("time between tokens, ms")
+    axes.set_ylim(bottom=0)
+    axes.set_title(
+        f"{STREAMS} running streams while long prompts arrive (token budget {budget})", fontsize=10, pad=16
+    )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(target, dpi=140, bbox_inches="tight")
+
+
+def main() -> int:
+    parser = report.arguments(__doc__)
+    parser.add_argument("--budget", type=int, default=None, help="token budget (default 256, 64 with --quick)")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument(
+        "--png", type=Path, default=Path("benchmarks/out/stall.png"), help="where to draw the timeline"
+    )
+    options = parser.parse_args()
+    budget = options.budget or (64 if options.quick else 256)
+    prompts = QUICK_PROMPTS if options.quick else PROMPTS
+    with served(MODEL, "--token-budget", str(budget), "--dtype", options.dtype) as server:
+        seen = asyncio.run(_observe(server.url, prompts, 3.0 if options.quick else 15.0))
+    limit = _slowest_iterations(prompts, budget, options.dtype)
+    results = Report("stall")
+    quiet = seen.gaps(seen.quiet)
+    case: dict[str, object] = {"prompt": 0, "budget": budget, "dtype": options.dtype}
+    results.add(Row("p50_gap_ms", case, statistics.median(quiet), "ms"))
+    results.add(Row("p99_gap_ms", case, statistics.quantiles(quiet, n=100)[98], "ms"))
+    results.add(Row("worst_gap_ms", case, max(quiet), "ms"))
+    for size in prompts:
+        case = {"prompt": size, "budget": budget, "dtype": options.dtype}
+        gaps = seen.gaps(seen.windows[size])
+        results.add(Row("p99_gap_ms", case, statistics.quantiles(gaps, n=100)[98], "ms"))
+        ratio = max(gaps) / limit[size]
+        peer = "slowest iteration"
+        results.add(Row("worst_gap_ms", case, max(gaps), "ms", peer, ratio, WITHIN, ratio <= WITHIN))
+        results.add(Row("slowest_iteration_ms", case, limit[size], "ms"))
+    _picture(seen, budget, options.png)
+    results.show(options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
