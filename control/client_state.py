@@ -117,7 +117,7 @@ class ClientState:
         self.replies: list[StatusReply] = []
         self._owners: dict[int, dict[int, Request]] = {}
         self._aborted: dict[int, Request] = {}
-        self._expected: int | None = None
+        self._expected = 0
         self._next_key = 1
         self._heard_at = 0.0
         self._spoke_at = 0.0
@@ -253,13 +253,11 @@ class ClientState:
     def _tick(self, tick: Tick, now: float) -> None:
         if self.phase != "joined":
             return
-        # Counted from 0 or from 1.
-        first = self._expected is None and tick.sequence <= 1
         uneven = len(tick.ids) % 4 or len(tick.start_slots) % 2 or len(tick.start_keys) % 8
-        if uneven or (tick.sequence != self._expected and not first):
+        if uneven or tick.sequence != self._expected:
             self._rejoin(now)
             return
-        self._expected = tick.sequence + 1
+        self._expected += 1
         owners = self._owners.setdefault(tick.replica, {})
         requests = self.requests
         if tick.start_slots:
@@ -356,7 +354,7 @@ class ClientState:
     def _rejoin(self, now: float, phase: Phase = "joining") -> None:
         self.phase = phase
         self.connection += 1
-        self._expected = None
+        self._expected = 0
         self._owners.clear()
         self._retries.clear()
         self.outbox.clear()
