@@ -1,7 +1,7 @@
 """A small Llama model of seeded noise: for tests, and for trying a server without any download.
 
-Weights are scaled so that activations keep their size from layer to layer; the tokens look random but depend on the
-whole context.
+Weights are scaled so that every layer counts: a large embedding would make a model with a tied head repeat its last
+token, and small queries would make attention an average. So each token depends on the whole context.
 """
 
 import json
@@ -28,6 +28,8 @@ RANDOM_CONFIG = LlamaConfig(
     max_len=8192,
     tied=True,
 )
+#: Standard deviations, as multiples of what keeps activations at their size; others are 1.
+_SCALES = {"embed_tokens": 0.05, "q_proj": 4.0}
 
 
 class RandomSource:
@@ -46,7 +48,8 @@ class RandomSource:
             return torch.ones(shape)
         # By place, not by hash: the same tensor whichever stage asks for it, in any process.
         generator = torch.Generator().manual_seed(self._seed * 100_003 + list(self._shapes).index(name))
-        return torch.randn(shape, generator=generator) * shape[1] ** -0.5
+        scale = next((scale for part, scale in _SCALES.items() if part in name), 1.0)
+        return torch.randn(shape, generator=generator) * (scale * shape[1] ** -0.5)
 
 
 def parse_random(model: str) -> RandomSource:
@@ -95,4 +98,6 @@ def write_hf_directory(source: RandomSource, path: Path, shards: int = 1) -> Non
         mine = names[shard::shards]
         save_file({name: source.load(name) for name in mine}, path / file, {"format": "pt"})
         weight_map.update(dict.fromkeys(mine, file))
-    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}), "utf-8")
+    (path / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map}), "utf-8"
+    )
