@@ -120,8 +120,8 @@ class Tick(Struct, array_like=True, frozen=True, tag=49):
 
     In this order: ``start_slots[i]`` now belongs to request ``start_keys[i]``; each set bit of ``live`` is a slot
     with one new token; each of ``ends`` takes effect. With ``dense`` the token of slot *s* is ``ids[s]`` (entries of
-    slots whose bit is clear mean nothing), else ``ids`` has one entry per set bit, by slot. ``sequence`` counts, from 0, the
-    ticks sent to this client, without gaps. Slots are those of ``replica``.
+    slots whose bit is clear mean nothing), else ``ids`` has one entry per set bit, by slot. ``sequence`` counts the
+    ticks sent to this client since its hello, from 0, without gaps. Slots are those of ``replica``.
     """
 
     sequence: U64
