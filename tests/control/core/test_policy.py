@@ -99,17 +99,21 @@ def test_what_the_share_does_not_use_goes_back() -> None:
     assert chunks(first) == {0: 59, 1: 5}
 
 
-def test_one_token_of_budget_goes_to_the_prefill_in_progress() -> None:
+def test_one_token_left_goes_to_the_prefill_in_progress() -> None:
     """However many wait, and whatever the share."""
-    server = shadow_server(budget=1, share=1.0, seqs=4)
-    server.submit(0, prompt(6), 1)
-    for key in range(1, 4):
-        server.submit(key, prompt(6, seed=key), 1)
-    server.run()
-    order = [slot for sent in server.plans for slot in chunks(sent)]
-    assert len(order) == 24
-    assert [server.reason(key) for key in range(4)] == ["length"] * 4
-    assert all(len(set(order[i : i + 6])) == 1 for i in range(0, 24, 6)), "each is read without a pause"
+    server = shadow_server(budget=2, share=1.0, seqs=4, stages=2)
+    for key in range(2):
+        server.submit(key, prompt(4, seed=key), 200)
+    while [lane.count for lane in only(server).lanes] != [1, 1]:
+        advance(server, 1)
+    before = len(server.plans)
+    for key in range(2, 4):
+        server.submit(key, prompt(20, seed=key), 2)
+    while len(only(server).running) < 4:
+        advance(server, 1)
+    sizes = [n for sent in server.plans[before:] for n in chunks(sent).values()]
+    order = [slot for sent in server.plans[before:] for slot in chunks(sent)]
+    assert set(sizes) == {1} and order == [2] * 20 + [3], "the first is read without a pause"
 
 
 def test_every_decode_of_the_lane_is_in_every_batch() -> None:
