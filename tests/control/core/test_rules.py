@@ -266,6 +266,23 @@ def test_twins_in_one_batch_do_not_share_but_later_ones_do() -> None:
     server.assert_idle()
 
 
+def test_a_block_is_named_when_the_plan_that_fills_it_is_made() -> None:
+    """A twin that comes while the prompt is being read hits what is read, and nothing of the rest."""
+    server = shadow_server(budget=16, block_size=16)
+    server.submit(0, prompt(200), 2)
+    read = sum(sent.tokens for sent in server.plans)
+    assert read == 32
+    server.submit(1, prompt(200), 2)
+    while all(r.slot == 0 for sent in server.plans for r in sent.registers):
+        read = sum(sent.tokens for sent in server.plans)
+        advance(server, 1)
+    twin = next(r for sent in server.plans for r in sent.registers if r.slot == 1)
+    assert twin.computed == read // 16 * 16 < 192
+    server.run()
+    assert server.tokens(0) == server.tokens(1) == wanted(prompt(200), 2)
+    server.assert_idle()
+
+
 # ---- slots ---------------------------------------------------------------------------------------------------
 
 
