@@ -46,6 +46,7 @@ class Engine:
         self.counters: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
         self._order = 0
         self._homes: dict[Sequence, Replica] = {}
+        self._ready: list[Replica] = []  #: the replicas, ready to be walked through
         self._handlers: dict[type[Any], Callable[[Any, list[Effect]], None]] = {
             Returned: self._returned,
             Submitted: self._submitted,
@@ -61,65 +62,69 @@ class Engine:
         late: list[Effect] = []
         self._handlers[type(event)](event, late)
         effects: list[Effect] = []
-        for replica in self.replicas.values():
-            while (plan := replica.plan_next()) is not None:
-                effects.append(plan)
-            ended = replica.take_ended()
-            if ended is not None:
-                late.append(ended)
-        if late:
-            for effect in late:
-                if type(effect) is Delivered:
-                    self._forget(effect)
-            effects += late
+        for replica in self._ready:
+            if len(replica.inflight) <= replica.stages:
+                while (plan := replica.plan_next()) is not None:
+                    effects.append(plan)
+            if replica.ended:
+                late.append(replica.take_ended())
+        for effect in late:
+            if type(effect) is Delivered and effect.ends:
+                self._forget(effect)
+        effects += late
         return effects
 
     # ---- clients ---------------------------------------------------------------------------------------------
 
     def _submitted(self, event: Submitted, effects: list[Effect]) -> None:
         submit, owner = event.submit, event.owner
-        problem = self._problem(owner, submit)
+        most = self.limits.max_model_len
+        if 0 < self.max_sequence < most:
+            most = self.max_sequence
+        problem = self._problem(owner, submit, most)
         if problem is not None:
-            effects.append(problem)
+            code, field, message = problem
+            retry = 1000 if code == "overloaded" else 0
+            effects.append(Rejected(owner, submit.key, code, field, message, retry))
             return
-        most = min(self.limits.max_model_len, self.max_sequence or self.limits.max_model_len)
         wanted = submit.prompt_len + submit.max_tokens if submit.max_tokens else most
-        seq = Sequence(self._order, owner, submit, min(wanted, most))
+        seq = Sequence(self._order, owner, submit, wanted if wanted < most else most)
         self._order += 1
         self.counters["requests"] += 1
-        if seq.known >= seq.max_len:
+        if len(seq.tokens) >> 2 >= seq.max_len:
             # A continuation that had all its tokens when control was lost.
             seq.phase = Phase.DONE
             self.counters["finished"] += 1
             effects.append(Delivered(-1, 0, b"", b"", owner, [], [Ended(seq, -1, "length")]))
             return
-        self.requests.setdefault(owner, {})[submit.key] = seq
+        owned = self.requests.get(owner)
+        if owned is None:
+            self.requests[owner] = {submit.key: seq}
+        else:
+            owned[submit.key] = seq
         self._route(seq)
 
-    def _problem(self, owner: int, submit: Submit) -> Rejected | None:
-        def refuse(code: str, field: str, message: str, retry_after_ms: int = 0) -> Rejected:
-            return Rejected(owner, submit.key, code, field, message, retry_after_ms)
-
+    def _problem(self, owner: int, submit: Submit, most: int) -> tuple[str, str, str] | None:
+        """Why a submission is refused: code, field and message. ``most`` is the longest sequence served."""
         limits = self.limits
-        size = len(submit.tokens)
+        size, prompt = len(submit.tokens), submit.prompt_len
         known = size >> 2
         if size & 3 or not known:
-            return refuse("invalid", "tokens", f"tokens must be a buffer of at least one u32, not of {size} bytes")
-        if not 1 <= submit.prompt_len <= known:
-            return refuse("invalid", "prompt_len", f"prompt_len must be from 1 to {known}, not {submit.prompt_len}")
-        if submit.key in self.requests.get(owner, ()):
-            return refuse("invalid", "key", f"request {submit.key} is still running")
-        most = min(limits.max_model_len, self.max_sequence or limits.max_model_len)
-        if submit.prompt_len >= most:
+            return "invalid", "tokens", f"tokens must be a buffer of at least one u32, not of {size} bytes"
+        if not 1 <= prompt <= known:
+            return "invalid", "prompt_len", f"prompt_len must be from 1 to {known}, not {prompt}"
+        owned = self.requests.get(owner)
+        if owned is not None and submit.key in owned:
+            return "invalid", "key", f"request {submit.key} is still running"
+        if prompt >= most:
             where = "the model's length" if most == limits.max_model_len else "the block pool"
-            return refuse(
-                "too_long",
-                "tokens",
-                f"the prompt has {submit.prompt_len} tokens; with at least one of output {where} allows {most - 1}",
-            )
-        waiting = len(self.homeless) + sum(len(r.waiting) for r in self.replicas.values())
-        if known == submit.prompt_len and waiting >= limits.max_queued:
-            return refuse("overloaded", "", f"{waiting} requests are waiting, the most that may", 1000)
+            text = f"the prompt has {prompt} tokens; with at least one of output {where} allows {most - 1}"
+            return "too_long", "tokens", text
+        waiting = len(self.homeless)
+        for replica in self._ready:
+            waiting += len(replica.waiting)
+        if known == prompt and waiting >= limits.max_queued:
+            return "overloaded", "", f"{waiting} requests are waiting, the most that may"
         return None
 
     def _aborted(self, event: Aborted, effects: list[Effect]) -> None:
@@ -158,11 +163,11 @@ class Engine:
 
     def _route(self, seq: Sequence) -> None:
         best = None
-        if len(self.replicas) == 1:
-            best = next(iter(self.replicas.values()))
-        elif self.replicas:
+        if len(self._ready) == 1:
+            best = self._ready[0]
+        elif self._ready:
             best = min(
-                self.replicas.values(),
+                self._ready,
                 key=lambda r: (
                     -r.pool.match(seq.tokens, seq.salt).blocks,
                     len(r.running) + len(r.waiting),
@@ -182,6 +187,7 @@ class Engine:
         limits = self.limits
         replica = Replica(event.replica, event.epoch, event.stages, event.num_blocks, event.num_slots, limits)
         self.replicas[event.replica] = replica
+        self._ready = list(self.replicas.values())
         # The last token's KV is never written.
         room = min(event.num_blocks * limits.block_size + 1, limits.max_model_len)
         self.max_sequence = room if not self.max_sequence else min(self.max_sequence, room)
@@ -206,6 +212,7 @@ class Engine:
         replica = self.replicas.pop(event.replica, None)
         if replica is None:
             return
+        self._ready = list(self.replicas.values())
         counters = self.counters
         counters["preemptions"] += replica.preemptions
         counters["iterations"] += replica.step

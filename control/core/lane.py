@@ -89,7 +89,7 @@ class Lane:
     def leave(self, seq: Sequence) -> None:
         """Take ``seq`` out, with all its entries, and collect its tokens up to the last result."""
         slot = seq.slot
-        seq.computed = seq.planned
+        seq.computed = seq.join_known - 1 + self.tick - seq.join_tick
         self.bitmap[slot >> 3] &= ~(1 << (slot & 7))
         self.count -= 1
         self.kv_base -= seq.join_known - seq.join_tick
@@ -100,15 +100,19 @@ class Lane:
         else:
             del owners[seq.owner]
         del self.grow[seq.bucket][slot]
-        for calendar, tick in (
-            (self.ends, seq.end_tick),
-            (self.collect, seq.column + RING_TICKS - RING_MARGIN),
-        ):
-            due = calendar.get(tick)
+        due = self.ends.get(seq.end_tick)
+        if due is not None:
+            # At its own end the calendar's page is already gone.
+            del due[slot]
+            if not due:
+                del self.ends[seq.end_tick]
+        if self.collect:
+            tick = seq.column + RING_TICKS - RING_MARGIN
+            due = self.collect.get(tick)
             if due is not None and due.get(slot) is seq:
                 del due[slot]
                 if not due:
-                    del calendar[tick]
+                    del self.collect[tick]
         self.gather(seq)
         seq.lane = None
 

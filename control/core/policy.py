@@ -38,7 +38,7 @@ def stall_free(replica: Replica, decodes: int) -> Chunks:
     if prefills:
         owed = 0
         for seq in prefills:
-            owed += seq.known - seq.computed
+            owed += (len(seq.tokens) >> 2) - seq.computed
             if owed >= left:
                 break
         share = min(ceil(left * limits.share), left - 1) if replica.waiting else 0
@@ -49,7 +49,7 @@ def stall_free(replica: Replica, decodes: int) -> Chunks:
         seq = replica.admit(kept)
         if seq is None:
             break
-        taken = min(seq.known - seq.computed, kept)
+        taken = min((len(seq.tokens) >> 2) - seq.computed, kept)
         fresh.append((seq, taken))
         kept -= taken
         left -= taken
@@ -57,7 +57,7 @@ def stall_free(replica: Replica, decodes: int) -> Chunks:
     for seq in old:
         if left <= 0:
             break
-        taken = min(seq.known - seq.computed, left)
+        taken = min((len(seq.tokens) >> 2) - seq.computed, left)
         chunks.append((seq, taken))
         left -= taken
     return chunks + fresh

@@ -72,7 +72,7 @@ class Replica:
         self._released = array("H")
         self._registers: list[Register] = []
         self._alone: Sequence | None = None  #: under suspicion of killing workers: runs with nobody else
-        self._ended: list[Ended] = []  #: ownership that ended outside a result, to be delivered
+        self.ended: list[Ended] = []  #: ownership that ended outside a result, to be delivered
         self._policy: Callable[[Replica, int], Chunks] = stall_free
 
     # ---- admission -------------------------------------------------------------------------------------------
@@ -113,13 +113,14 @@ class Replica:
 
     def _place(self, seq: Sequence) -> bool:
         pool = self.pool
-        known = seq.known
+        known = len(seq.tokens) >> 2
         match = pool.match(seq.tokens, seq.salt)
-        need = pool.blocks_for(known) - match.blocks
-        spare = pool.available - match.idle - need
+        need = -(-known // pool.block_size) - match.blocks
+        spare = len(pool.free) + pool.evictable - match.idle - need
         if spare < 0 or (spare < self.watermark and pool.held):
             return False
-        pool.claim(seq, match)
+        if match.blocks:
+            pool.claim(seq, match)
         seq.table += pool.alloc(need)
         cached = seq.computed = match.blocks * pool.block_size
         if not seq.generation:
@@ -236,7 +237,7 @@ class Replica:
         for seq, taken in chunks:
             computed = seq.computed = seq.computed + taken
             pool.name(seq, computed // block_size)
-            if computed < seq.known:
+            if computed < len(seq.tokens) >> 2:
                 record.partial.append(seq)
                 continue
             slot = seq.slot
@@ -252,7 +253,7 @@ class Replica:
 
     def _join(self, seq: Sequence) -> None:
         """``seq`` samples in the plan just made: let it decode in the lane with the least to do."""
-        known = seq.known + 1
+        known = (len(seq.tokens) >> 2) + 1
         if known == seq.max_len:
             self._settle(seq)
             return
@@ -306,7 +307,8 @@ class Replica:
         if seq.phase is Phase.PREFILL and seq in self.prefills:
             self.prefills.remove(seq)
         pool = self.pool
-        pool.name(seq, min(seq.known, seq.computed) // pool.block_size)
+        known, computed = len(seq.tokens) >> 2, seq.computed
+        pool.name(seq, (known if known < computed else computed) // pool.block_size)
         pool.release(seq)
         running = self.running
         del running[bisect_left(running, seq.order, key=_order)]
@@ -331,7 +333,7 @@ class Replica:
         self.preemptions += 1
         self._settle(seq)
         if not seq.pending:
-            self._settled(seq, self._ended)
+            self._settled(seq, self.ended)
 
     def _settled(self, seq: Sequence, ends: list[Ended]) -> None:
         """All results of a sequence that left have come: it has its length, or waits to go on."""
@@ -381,9 +383,9 @@ class Replica:
         lane.store(ids)
         delivered = Delivered(self.index, record.step, live, ids, record.sole)
         ends = delivered.ends
-        if self._ended:
-            ends += self._ended
-            self._ended = []
+        if self.ended:
+            ends += self.ended
+            self.ended = []
         if record.finals or record.late:
             self._collect(record, ids, delivered)
         if result.stopped:
@@ -425,11 +427,9 @@ class Replica:
             seq.deaths = 0
             self._alone = None
 
-    def take_ended(self) -> Delivered | None:
+    def take_ended(self) -> Delivered:
         """Ownership that ended without a result to carry it."""
-        if not self._ended:
-            return None
-        ends, self._ended = self._ended, []
+        ends, self.ended = self.ended, []
         return Delivered(self.index, self.step, b"", b"", -1, [], ends)
 
     # ---- the end of an epoch ---------------------------------------------------------------------------------
@@ -447,7 +447,7 @@ class Replica:
                 seq = self.owners[slot]
                 if seq is not None:
                     suspects[seq] = None
-        ended = self._ended
+        ended = self.ended
         for seq in self.running + list(self.settling):
             if seq.lane is not None:
                 seq.lane.leave(seq)
@@ -462,7 +462,7 @@ class Replica:
                 seq.doubt_len = seq.known
         self.waiting, self.prefills, self.running, self.settling = [], [], [], {}
         self.inflight.clear()
-        self._ended = []
+        self.ended = []
         return unfinished, ended
 
 
