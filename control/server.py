@@ -146,6 +146,7 @@ class ControlServer:
         self._second = 0.0
         self._ticked = time.monotonic()
         self._deadline: float | None = None
+        self._loop = loop
         self._context = new_context()
         self._workers = Intake(loop, bind_router(self._context, options.workers, hwm=65_536), self._from_worker)
         self._clients = Intake(loop, bind_router(self._context, options.clients), self._from_client)
@@ -178,12 +179,14 @@ class ControlServer:
     def _post(self, identity: bytes, frames: list[bytes]) -> None:
         try:
             self._workers.send(identity, frames)
-        except zmq.Again:
-            self._act(self.supervisor.gone(identity, time.monotonic()))
         except zmq.ZMQError as error:
-            if error.errno != errno.EHOSTUNREACH:
+            if error.errno not in (errno.EAGAIN, errno.EHOSTUNREACH):
                 raise
-            self._act(self.supervisor.gone(identity, time.monotonic()))
+            # Not now: tokens that the core has given out are still to be told, before their slots change hands.
+            self._loop.call_soon(self._gone, identity)
+
+    def _gone(self, identity: bytes) -> None:
+        self._act(self.supervisor.gone(identity, time.monotonic()))
 
     # ---- the core --------------------------------------------------------------------------------------------
 
