@@ -25,7 +25,7 @@ from .attention import AttnBatch, KVCache
 TILE = 256
 QUERIES = 128
 #: (row, tile) items computed at a time: keys and values of a piece stay in the cache.
-_PIECE = 16
+_PIECE = 8
 #: Stands for "no key seen yet": exp(-inf - _NOTHING) is 0, where -inf - -inf would be NaN.
 _NOTHING = -1e30
 
