@@ -5,7 +5,6 @@ they went. Log lines are stamped as they come: recovery is measured between them
 """
 
 import contextlib
-import itertools
 import json
 import os
 import re
@@ -16,7 +15,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -264,12 +263,6 @@ class HttpStream(threading.Thread):
         assert self.broken is None and self.error is None, (self.broken, self.error)
         assert self.done and self.status == 200 and len(self.reasons) == 1
         return self.text
-
-
-def largest_pause(streams: Sequence[HttpStream], since: float) -> tuple[float, float]:
-    """Start and end of the longest time after ``since`` in which no stream got anything."""
-    times = [since, *sorted(at for stream in streams for at, _ in list(stream.pieces) if at > since)]
-    return max(itertools.pairwise(times), key=lambda pair: pair[1] - pair[0])
 
 
 @dataclass

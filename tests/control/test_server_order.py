@@ -1,0 +1,72 @@
+"""What the control process tells its clients when a worker turns out to be gone in the middle of a step."""
+
+import asyncio
+import errno
+from array import array
+from pathlib import Path
+
+import pytest
+import zmq
+from evenflow.control.core.events import Limits
+from evenflow.control.server import ControlOptions, ControlServer
+from evenflow.control.sessions import Session
+from evenflow.control.wire import Hello, Result, Started, Submit, Tick, decode_to_client
+
+
+def test_tokens_are_told_before_their_slot_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A result comes; the plan after it cannot be sent. Its token is told first, then the request is paused."""
+
+    async def main() -> list[Tick]:
+        options = ControlOptions(f"ipc://{tmp_path}/w", f"ipc://{tmp_path}/c", str(tmp_path), Limits())
+        server = ControlServer(options, asyncio.get_running_loop())
+        told: list[Tick] = []
+
+        def tell(_: Session, frame: bytes) -> None:
+            message = decode_to_client(frame)
+            if isinstance(message, Tick):
+                told.append(message)
+
+        gone = False
+
+        def send(_identity: bytes, _frames: list[bytes]) -> None:
+            if gone:
+                raise zmq.ZMQError(errno.EHOSTUNREACH)
+
+        monkeypatch.setattr(server, "_tell", tell)
+        monkeypatch.setattr(server._workers, "send", send)
+        try:
+            hello = Hello(
+                version=1,
+                replica=0,
+                stage=0,
+                rank=0,
+                stages=1,
+                pid=7,
+                model="m",
+                eos_ids=(),
+                block_size=16,
+                num_blocks=64,
+                max_tokens=256,
+                num_slots=64,
+                max_model_len=256,
+                vocab_size=100,
+            )
+            server._act(server.supervisor.take(b"w", hello, 0.0))
+            epoch = server.supervisor.sites[0].epoch
+            server._act(server.supervisor.take(b"w", Started(epoch), 0.0))
+            session, _ = server.sessions.open(b"c", "test", 0.0)
+            ids = array("I", range(1, 9)).tobytes()
+            server._submit(session, Submit(5, "r", ids, 8, 20))
+            sampled = array("I", [42]).tobytes()
+            gone = True
+            server._act(server.supervisor.take(b"w", Result(epoch, 0, 0, 0, 0, 0, 0, 0, sampled), 0.0))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            return told
+        finally:
+            server.close()
+
+    told = asyncio.run(main())
+    tokens = [list(memoryview(tick.ids).cast("I")) for tick in told if tick.ids]
+    assert tokens == [[42]]
+    assert [end.reason for end in told[-1].ends] == ["paused"] and told[-1] is not told[0]
