@@ -206,7 +206,7 @@ def test_poison_request() -> None:
     poison = 49_100
     arguments = ("scripted", "--step-ms", "20", "--stages", "2")
     with live(*arguments, f"--worker-arg=--crash-on={poison}") as server:
-        scene = Scene(server, "scripted", 150)
+        scene = Scene(server, "scripted", 80)
         streams = scene.started()
         bad = HttpStream(server.url, prompt=[5, 6, poison, 7], max_tokens=20)
         bad.join(120.0)
@@ -216,5 +216,4 @@ def test_poison_request() -> None:
         # It is forgotten: the server goes on.
         wait_for(lambda: server.get("/ready") == 200)
         assert server.post("/v1/completions", prompt="a", max_tokens=5).status_code == 200
-        deaths = server.log.count("worker process ended")
-        assert deaths == 3
+        assert server.log.count("epoch over") == 3
