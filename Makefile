@@ -26,7 +26,7 @@ test: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	$(BIN)/pytest -n $(JOBS) $(FAST) $(REST) $(ARGS)
+	$(BIN)/pytest -n $(JOBS) --dist loadgroup $(FAST) $(REST) $(ARGS)
 
 soak: $(INSTALLED)
 	EVENFLOW_SCHEDULES=10000 $(BIN)/pytest --timeout 0 tests/control/core/test_schedules.py $(ARGS)
