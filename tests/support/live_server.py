@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -165,6 +166,9 @@ class LiveServer:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(10.0)
             self._reader.join(10.0)
+            # A killed launcher's directories are for the next one with the same parent, which never comes.
+            for path in self._links:
+                shutil.rmtree(path, ignore_errors=True)
             for path in [*self.run_parent.glob("*/*"), *self.run_parent.glob("*")]:
                 with contextlib.suppress(OSError):
                     path.rmdir() if path.is_dir() else path.unlink()
