@@ -69,7 +69,7 @@ class ModelRunner:
             layers, num_blocks, block_size, config.kv_heads, config.head_dim, self._dtype
         )
         if poison:
-            self._backend.poison(self._cache)
+            self.poison()
         self._info = ModelInfo(
             name=source.name,
             eos_ids=source.eos_ids,
@@ -88,6 +88,10 @@ class ModelRunner:
         """Nothing to prepare: blocks are addressed by id, and every block is written before it is read."""
         if num_blocks > self._info.num_blocks:
             raise ValueError(f"{num_blocks} blocks are more than the {self._info.num_blocks} of this runner")
+
+    def poison(self) -> None:
+        """Fill the KV memory with NaN: whatever is read before it is written shows. For tests."""
+        self._backend.poison(self._cache)
 
     @torch.inference_mode()
     def run(self, batch: StageBatch, hidden: NDArray[np.uint8] | None) -> NDArray[Any]:

@@ -65,7 +65,7 @@ class StreamClient:
 
 
 class InProcess:
-    """``make_runner(stage, stages)`` builds the runner of a stage; the pool has the first runner's blocks."""
+    """``make_runner(stage, stages)`` builds the runner of a stage; the pool has its blocks, or ``num_blocks``."""
 
     def __init__(
         self,
@@ -75,10 +75,12 @@ class InProcess:
         stages: int = 1,
         replicas: int = 1,
         num_slots: int = 64,
+        num_blocks: int | None = None,
         check: bool = True,
         up: bool = True,
     ) -> None:
         self.limits, self.stages, self.num_slots, self.check = limits, stages, num_slots, check
+        self.num_blocks = num_blocks
         self.engine = Engine(limits)
         self.fanout = Fanout()
         self.clients: dict[int, StreamClient] = {}
@@ -107,7 +109,7 @@ class InProcess:
         start = Start(
             self.epochs[replica],
             self.stages,
-            hello.num_blocks,
+            self.num_blocks or hello.num_blocks,
             self.limits.block_size,
             self.num_slots,
             self.limits.token_budget,
