@@ -69,7 +69,8 @@ class Load:
 
     def step(self, arriving: bool = True) -> int:
         """One step; returns its nanoseconds."""
-        self.owed += self.running / ANSWER if arriving else 0.0
+        # With p lanes a sequence gains a token in every p-th step.
+        self.owed += self.running / (ANSWER * self.stages) if arriving else 0.0
         arrivals = [self.submission() for _ in range(int(self.owed))]
         self.owed -= len(arrivals)
         frame = None
@@ -138,7 +139,6 @@ def compare(running: int, stages: int, peer: Peer | None, rounds: int, steps: in
     """One case: both sides are warmed up until sequences end as they arrive, then take turns."""
     load = Load(running, stages)
     warm = ANSWER + ANSWER // 2
-    # With p lanes a sequence gains a token in every p-th step.
     for _ in range(warm * stages):
         load.step()
     load.register_bytes.clear()
@@ -162,10 +162,10 @@ def compare(running: int, stages: int, peer: Peer | None, rounds: int, steps: in
     if peer is not None:
         report.add(Row("step_us", {**case, "engine": "vllm"}, statistics.median(theirs), "us"))
     load.plan_bytes.clear()
-    for _ in range(24 * stages):
+    for _ in range(64 * stages):
         load.step(arriving=False)
     size = statistics.median(load.plan_bytes)
-    their_size = statistics.median(peer.ask(steps=24, arrivals=False)["bytes"]) if peer is not None else None
+    their_size = statistics.median(peer.ask(steps=64, arrivals=False)["bytes"]) if peer is not None else None
     ratio = None if their_size is None else their_size / size
     report.add(Row("plan_bytes", case, size, "B", name, ratio))
     report.add(Row("register_bytes", case, statistics.median(load.register_bytes), "B"))
