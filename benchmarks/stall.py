@@ -2,7 +2,7 @@
 
 8 HTTP streams decode on SmolLM2-135M; then prompts of 1k, 4k and 7k tokens arrive, one after the other. Reported are
 the gaps between tokens of the running streams: quiet ones, and P99 and the worst (``worst_gap_ms``) while each prompt
-is prefilled. The limit beside them is the slowest full-budget iteration with that prompt, the same 8 decodes and a full
+is served. The limit beside them is the slowest full-budget iteration with that prompt, the same 8 decodes and a full
 chunk, driven on the same data plane without gateway, sockets or clients; the goal is to stay within 1.3 times of it.
 With a fixed token budget an iteration, and with it the gap, still grows with the context of the chunk.
 

@@ -90,6 +90,13 @@ class Runner(Protocol):
         """
         ...
 
+    def warm_up(self, tokens: int) -> None:
+        """Do once, before the first epoch, what only the first iterations would pay for: no request should meet it.
+
+        ``tokens``: the largest iteration that will come. Leaves no trace in the cache.
+        """
+        ...
+
     def run(self, batch: StageBatch, hidden: NDArray[np.uint8] | None) -> NDArray[Any]:
         """Compute the stage.
 

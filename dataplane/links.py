@@ -1,13 +1,15 @@
 """What connects the stages of one replica on one host, for one epoch.
 
 Stage *s* hands hidden states to stage *s* + 1 through a ring of entries in a shared-memory file and rings a
-bell (one small ZeroMQ message) for each; the last stage sends sampled ids to the first over ZeroMQ alone. So
-every worker has one inbound and one outbound socket, and a replica of one stage has none.
+bell (a few bytes in a named pipe) for each; the last stage sends sampled ids to the first through a pipe alone.
+So every worker has one inbound and one outbound pipe, and a replica of one stage has none. A pipe wakes the
+reader directly, where a ZeroMQ socket wakes an I/O thread on either side first: on a slow machine that took a
+millisecond of every hop.
 
     stage 0  --ring, bell-->  stage 1  --ring, bell-->  stage 2
        ^------------------------- ids -------------------'
 
-The receiver makes the file and the socket, then reports itself started; the sender opens the file when it
+The receiver makes the file and the pipe, then reports itself started; the sender opens the file when it
 first sends, which is after every stage has started, and removes its name at once: no death leaves memory
 behind. Names carry the epoch, so nothing of an older life is met.
 
@@ -17,6 +19,7 @@ only there to turn a breach of that rule into ``LinkBroken``.
 """
 
 import contextlib
+import fcntl
 import mmap
 import os
 import struct
@@ -24,15 +27,15 @@ from collections import deque
 from pathlib import Path
 
 import numpy as np
-import zmq
 from numpy.typing import NDArray
 
 from ..control.wire import Start
-from ..control.wire.sockets import Socket, bind_pull, dial_push, ipc_endpoint
 from .executor import SampledIds
 
 #: Bytes before the first entry: a u64 with the number of entries that the reader is done with, and padding.
 _HEAD = 4096
+#: Capacity of a pipe: more than the ids of all plans that may be out.
+_PIPE_BYTES = 1 << 20
 #: Step, tokens, entry index.
 _BELL = struct.Struct("<III")
 #: Step, number of ids.
@@ -88,19 +91,73 @@ class HiddenRing:
             self._map.close()
 
 
+class Inlet:
+    """The reading end of a named pipe, which it makes."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        os.mkfifo(path, 0o600)
+        # Open for writing too: the pipe then has no end of file when the writer is gone or not yet there.
+        self.descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        # A user with many pipes may be left with the usual 64 KiB: enough for 1,600 ids at a time.
+        with contextlib.suppress(PermissionError):
+            fcntl.fcntl(self.descriptor, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+
+    def read(self) -> bytes:
+        """What has come."""
+        parts: list[bytes] = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                parts.append(os.read(self.descriptor, _PIPE_BYTES))
+        return b"".join(parts)
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+        self._path.unlink(missing_ok=True)
+
+
+class Outlet:
+    """The writing end of the next stage's pipe, opened at the first write: every stage has started by then."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = -1
+
+    def write(self, frame: bytes) -> None:
+        """Raises ``LinkBroken`` if the next stage has not started or does not read."""
+        try:
+            if self._descriptor < 0:
+                self._descriptor = os.open(self._path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            written = os.write(self._descriptor, frame)
+        except BrokenPipeError:
+            # The next stage's process is gone. Control hears of that by itself, and ends the epoch.
+            return
+        except BlockingIOError:
+            written = 0
+        except OSError as error:
+            raise LinkBroken(f"{self._path}: the next stage has not started ({error.strerror})") from None
+        if written < len(frame):
+            raise LinkBroken("the next stage does not read")
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+
+
 class StageLinks:
     """The links of one stage during one epoch."""
 
-    def __init__(self, context: zmq.Context[Socket], start: Start, stage: int, hidden_bytes: int) -> None:
+    def __init__(self, start: Start, stage: int, hidden_bytes: int) -> None:
         stages = start.stages
         self._first = stage == 0
         self._last = stage == stages - 1
         self._geometry = (stages + 2, start.token_budget, hidden_bytes)
-        self._inbound: Socket | None = None
-        self._outbound: Socket | None = None
+        self._inlet: Inlet | None = None
+        self._outlet: Outlet | None = None
         self._reading: HiddenRing | None = None
         self._writing: HiddenRing | None = None
         self._written = 0
+        self._unread = b""
         self._bells: deque[tuple[int, int, int]] = deque()
         self._ids: deque[SampledIds] = deque()
         if stages == 1:
@@ -109,35 +166,35 @@ class StageLinks:
         prefix = f"e{start.epoch}-"
         self._ring_in = directory / f"{prefix}{stage}.ring"
         self._ring_out = directory / f"{prefix}{stage + 1}.ring"
-        inbound = ipc_endpoint(directory / f"{prefix}{stage}.bell")
-        outbound = ipc_endpoint(directory / f"{prefix}{(stage + 1) % stages}.bell")
         try:
             if not self._first:
                 self._reading = HiddenRing(self._ring_in, *self._geometry, create=True)
-            self._inbound = bind_pull(context, inbound)
-            self._outbound = dial_push(context, outbound)
+            self._inlet = Inlet(directory / f"{prefix}{stage}.pipe")
+            self._outlet = Outlet(directory / f"{prefix}{(stage + 1) % stages}.pipe")
         except BaseException:
             self.close()
             raise
 
     @property
-    def inbound(self) -> Socket | None:
-        """The socket to watch; ``drain`` when it is readable. None with one stage."""
-        return self._inbound
+    def inbound(self) -> int | None:
+        """The descriptor to watch; ``drain`` when it is readable. None with one stage."""
+        return None if self._inlet is None else self._inlet.descriptor
 
     def drain(self) -> None:
-        """Take in what lies in the inbound socket."""
-        while self._inbound is not None:
-            try:
-                frame = self._inbound.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            if self._first:
-                self._ids.append(decode_ids(frame))
-            elif len(frame) == _BELL.size:
-                self._bells.append(_BELL.unpack(frame))
-            else:
-                raise LinkBroken(f"a bell of {len(frame)} bytes")
+        """Take in what has come. Raises ``LinkBroken``."""
+        if self._inlet is None:
+            return
+        frame = self._unread + self._inlet.read()
+        at = 0
+        if self._first:
+            while (size := ids_size(frame, at)) <= len(frame) - at:
+                self._ids.append(decode_ids(frame[at : at + size]))
+                at += size
+        else:
+            while len(frame) - at >= _BELL.size:
+                self._bells.append(_BELL.unpack_from(frame, at))
+                at += _BELL.size
+        self._unread = frame[at:]
 
     # -- hidden states ---------------------------------------------------------------------------------------
 
@@ -191,18 +248,15 @@ class StageLinks:
         return self._ids.popleft() if self._ids else None
 
     def _send(self, frame: bytes) -> None:
-        assert self._outbound is not None
-        try:
-            self._outbound.send(frame, zmq.NOBLOCK)
-        except zmq.Again:
-            raise LinkBroken("the next stage does not read") from None
+        assert self._outlet is not None
+        self._outlet.write(frame)
 
     def close(self) -> None:
         """Leave the epoch. Idempotent."""
-        for socket in (self._inbound, self._outbound):
-            if socket is not None:
-                socket.close(0)
-        self._inbound = self._outbound = None
+        for end in (self._inlet, self._outlet):
+            if end is not None:
+                end.close()
+        self._inlet = self._outlet = None
         if self._reading is not None:
             # Still there if the sender never opened it.
             self._ring_in.unlink(missing_ok=True)
@@ -221,6 +275,13 @@ def encode_ids(sampled: SampledIds) -> bytes:
             sampled.ids.astype("<u4").tobytes(),
         )
     )
+
+
+def ids_size(frame: bytes, at: int) -> int:
+    """Bytes of the message of sampled ids that begins at ``at``; at least those of its head."""
+    if len(frame) - at < _IDS.size:
+        return _IDS.size
+    return _IDS.size + 10 * _IDS.unpack_from(frame, at)[1]
 
 
 def decode_ids(frame: bytes) -> SampledIds:

@@ -93,6 +93,43 @@ class ModelRunner:
         """Fill the KV memory with NaN: whatever is read before it is written shows. For tests."""
         self._backend.poison(self._cache)
 
+    def warm_up(self, tokens: int) -> None:
+        """A chunk of ``tokens`` tokens and a batch of decodes that write nothing: kernels are generated for their
+        shapes, and memory is touched, before anybody waits for it."""
+        for rows, each in ((1, min(tokens, self._info.max_model_len)), (min(8, tokens), 1)):
+            self._rehearse(rows, each)
+
+    def _rehearse(self, rows: int, each: int) -> None:
+        count = rows * each
+        positions = np.tile(np.arange(each, dtype=np.int64), rows)
+        blocks = -(-each // self._info.block_size)
+        sampling = None
+        if self._stage.is_last:
+            sampling = SamplingRows(
+                rows=np.arange(rows, dtype=np.int32),
+                temperature=np.zeros(rows, np.float32),
+                top_k=np.zeros(rows, np.int32),
+                top_p=np.ones(rows, np.float32),
+                seed=np.zeros(rows, np.uint64),
+                index=np.zeros(rows, np.uint32),
+                position=np.full(rows, each, np.int64),
+            )
+        batch = StageBatch(
+            step=0,
+            lane=0,
+            slots=np.arange(rows, dtype=np.int32),
+            num_decodes=rows if each == 1 else 0,
+            cu_q=np.arange(0, count + 1, each, dtype=np.int32),
+            positions=positions,
+            kv_len=np.full(rows, each, np.int32),
+            block_table=np.zeros((rows, blocks), np.int32),
+            write=np.full(count, -1, np.int64),
+            ids=np.zeros(count, np.int64) if self._stage.is_first else None,
+            sampling=sampling,
+        )
+        hidden = None if self._stage.is_first else np.zeros((count, self._info.hidden_bytes), np.uint8)
+        self.run(batch, hidden)
+
     @torch.inference_mode()
     def run(self, batch: StageBatch, hidden: NDArray[np.uint8] | None) -> NDArray[Any]:
         """Compute the stage; see ``dataplane.batch.Runner``."""

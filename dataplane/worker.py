@@ -166,7 +166,7 @@ class Worker:
         try:
             self._executor.start(start)
             width = self._executor.runner.info.hidden_bytes
-            self._links = StageLinks(self._context, start, self._executor.stage, width)
+            self._links = StageLinks(start, self._executor.stage, width)
         except (PlanRefused, OSError) as error:
             self._executor.refuse()
             self._resync(str(error))

@@ -9,7 +9,7 @@
 - ``ipc://`` paths are checked for the system's limit, and a socket file is only replaced if nobody listens on
   it; only the own user may connect. ``tcp://`` binds to loopback addresses.
 
-Callers: the control process and its clients, the workers and the links between them. No event loop is
+Callers: the control process, its clients and its workers. No event loop is
 assumed.
 """
 
@@ -97,14 +97,6 @@ def dial_dealer(
 def client_socket(context: zmq.Context[Socket], endpoint: str) -> Socket:
     """A client's DEALER to the control process."""
     return dial_dealer(context, endpoint)
-
-
-def bind_pull(context: zmq.Context[Socket], endpoint: str, *, hwm: int = DEFAULT_HWM) -> Socket:
-    return _bind(_make(context, zmq.PULL, hwm), endpoint)
-
-
-def dial_push(context: zmq.Context[Socket], endpoint: str, *, hwm: int = DEFAULT_HWM) -> Socket:
-    return _connect(_make(context, zmq.PUSH, hwm), endpoint)
 
 
 def bound_endpoint(socket: Socket) -> str:

@@ -21,6 +21,9 @@ class BlankRunner:
     def start(self, num_blocks: int) -> None:
         """There is nothing to forget."""
 
+    def warm_up(self, tokens: int) -> None:
+        """There is nothing that gets faster."""
+
     def run(self, batch: StageBatch, hidden: NDArray[np.uint8] | None) -> NDArray[np.uint8] | Int64:
         if not self._last:
             return np.zeros((batch.num_tokens, self._info.hidden_bytes), np.uint8)

@@ -71,6 +71,9 @@ class ScriptedRunner:
     def start(self, num_blocks: int) -> None:
         self._inner.start(num_blocks)
 
+    def warm_up(self, tokens: int) -> None:
+        self._inner.warm_up(tokens)
+
     def run(self, batch: StageBatch, hidden: NDArray[np.uint8] | None) -> NDArray[Any]:
         now = self._clock()
         begin = self._free_at if now - self._free_at < HOST_SLACK_S else now

@@ -1,9 +1,11 @@
 """Links between stages of one host: the shared ring, its bells, and the ids that go back."""
 
+import os
+import select
+
 import numpy as np
 import pytest
 from evenflow.control.wire import Start
-from evenflow.control.wire.sockets import close_context, new_context
 from evenflow.dataplane.executor import SampledIds
 from evenflow.dataplane.links import HiddenRing, LinkBroken, StageLinks, decode_ids, encode_ids
 
@@ -27,17 +29,15 @@ def start(directory, stages: int = 3, epoch: int = 4) -> Start:
 @pytest.fixture
 def chain(tmp_path):
     """The links of three stages, in one process."""
-    context = new_context()
-    links = [StageLinks(context, start(tmp_path), stage, WIDTH) for stage in range(3)]
+    links = [StageLinks(start(tmp_path), stage, WIDTH) for stage in range(3)]
     yield links
     for link in links:
         link.close()
-    close_context(context)
 
 
 def arrive(link: StageLinks) -> None:
     assert link.inbound is not None
-    assert link.inbound.poll(5000)
+    assert select.select([link.inbound], [], [], 5.0)[0]
     link.drain()
 
 
@@ -105,35 +105,29 @@ def test_files_are_gone_when_nobody_needs_their_names(chain, tmp_path):
 
 def test_epochs_do_not_meet(chain, tmp_path):
     chain[0].send_hidden(0, states(0, 1))
-    context = new_context()
-    later = [StageLinks(context, start(tmp_path, epoch=5), stage, WIDTH) for stage in range(3)]
+    later = [StageLinks(start(tmp_path, epoch=5), stage, WIDTH) for stage in range(3)]
     later[0].send_hidden(0, states(9, 2))
     arrive(later[1])
     assert (later[1].hidden() == states(9, 2)).all()
     for link in later:
         link.close()
-    close_context(context)
 
 
 def test_one_stage_has_no_links():
-    context = new_context()
-    link = StageLinks(context, start("", stages=1), 0, WIDTH)
+    link = StageLinks(start("", stages=1), 0, WIDTH)
     assert link.inbound is None
     link.drain()
     assert not link.has_hidden(None)
     link.close()
-    close_context(context)
 
 
 def test_a_next_stage_that_is_not_there_is_named(tmp_path):
-    context = new_context()
-    link = StageLinks(context, start(tmp_path), 0, WIDTH)
+    link = StageLinks(start(tmp_path), 0, WIDTH)
     with pytest.raises(LinkBroken, match="next stage has not started"):
         link.send_hidden(0, states(0, 1))
     link.close()
     with pytest.raises(FileNotFoundError):
-        StageLinks(context, start(tmp_path / "missing"), 1, WIDTH)
-    close_context(context)
+        StageLinks(start(tmp_path / "missing"), 1, WIDTH)
 
 
 def test_a_ring_of_another_size_is_refused(tmp_path):
@@ -160,3 +154,25 @@ def test_ids_that_are_cut_off_break_the_link():
             decode_ids(frame[:size])
     with pytest.raises(LinkBroken):
         decode_ids(frame + b"\0")
+
+
+def test_ids_that_come_in_pieces_are_put_together(chain):
+    """A pipe keeps the order of bytes, not the bounds of messages."""
+    messages = [SampledIds(step, np.arange(5), np.full(5, 2), np.arange(5) + 7 * step) for step in range(3)]
+    stream = b"".join(encode_ids(message) for message in messages)
+    taken = []
+    for at in range(0, len(stream), 11):
+        assert os.write(chain[0].inbound, stream[at : at + 11])
+        chain[0].drain()
+        while (sampled := chain[0].take_ids()) is not None:
+            taken.append(sampled)
+    assert [sampled.step for sampled in taken] == [0, 1, 2]
+    for sampled, message in zip(taken, messages, strict=True):
+        assert (sampled.ids == message.ids).all()
+
+
+def test_a_next_stage_that_died_is_left_to_control(chain):
+    chain[0].send_hidden(0, states(0, 1))
+    os.close(chain[1]._inlet.descriptor)
+    chain[1]._inlet = None
+    chain[0].send_hidden(1, states(1, 1))

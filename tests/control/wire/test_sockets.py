@@ -12,13 +12,11 @@ from evenflow.control.wire.sockets import (
     EndpointError,
     ForkedContext,
     WireContext,
-    bind_pull,
     bind_router,
     bound_endpoint,
     client_socket,
     close_context,
     dial_dealer,
-    dial_push,
     ipc_endpoint,
     new_context,
 )
@@ -61,8 +59,6 @@ def test_every_socket_has_the_limits(context, tmp_path):
         bind_router(context, endpoint, hwm=7),
         dial_dealer(context, endpoint, hwm=7),
         client_socket(context, endpoint),
-        bind_pull(context, ipc_endpoint(tmp_path / "p"), hwm=7),
-        dial_push(context, ipc_endpoint(tmp_path / "p"), hwm=7),
     ]
     for socket in sockets:
         assert socket.getsockopt(zmq.LINGER) == 0
