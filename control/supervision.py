@@ -170,6 +170,9 @@ class Supervisor:
                 if site.state == "down" or message.epoch not in (0, site.epoch):
                     return []
                 log.warning("worker out of step", replica=site.index, stage=peer.hello.stage, reason=message.reason)
+                if site.state == "starting":
+                    # It refuses the start itself, and would the next: only a new process may help, with back-off.
+                    return self._kill(site, peer, "it refuses to start an epoch")
                 return [*self._lose(site, "a worker is out of step"), *self._assemble(site, now)]
         if isinstance(message, Hello):
             return self._hello(identity, message, now)

@@ -120,11 +120,17 @@ class Engine:
             where = "the model's length" if most == limits.max_model_len else "the block pool"
             text = f"the prompt has {prompt} tokens; with at least one of output {where} allows {most - 1}"
             return "too_long", "tokens", text
-        waiting = len(self.homeless)
+        if known > prompt:
+            # A continuation was taken on before: it is not refused for being many.
+            return None
+        waiting, tokens = len(self.homeless), 0
         for replica in self._ready:
             waiting += len(replica.waiting)
-        if known == prompt and waiting >= limits.max_queued:
+            tokens += replica.queued_tokens
+        if waiting >= limits.max_queued:
             return "overloaded", "", f"{waiting} requests are waiting, the most that may"
+        if tokens and tokens + prompt > limits.max_queued_tokens:
+            return "overloaded", "", f"{tokens} tokens are waiting; with this request's more than may"
         return None
 
     def _aborted(self, event: Aborted, effects: list[Effect]) -> None:

@@ -49,6 +49,8 @@ def check_replica(replica: Replica) -> None:
     _require(len(replica.running) <= replica.max_running, "more sequences than the limit")
     for seq in [*replica.waiting, *replica.settling]:
         _require(not seq.table and not seq.node and not seq.dups, f"{seq} holds blocks")
+    queued = sum(seq.known for seq in replica.waiting)
+    _require(replica.queued_tokens == queued, f"{replica.queued_tokens} tokens counted as waiting, not {queued}")
     for seq in replica.waiting:
         _require(seq.phase is Phase.WAITING and not seq.pending, f"{seq} waits")
     decoding = {s for s in replica.running if s.phase is Phase.DECODE}

@@ -55,6 +55,7 @@ class Replica:
         self.pool = BlockPool(num_blocks, limits.block_size, limits.prefix_caching)
         self.lanes = [Lane(i, num_slots, limits.block_size) for i in range(stages)]
         self.waiting: list[Sequence] = []  #: by admission order
+        self.queued_tokens = 0  #: known tokens of those
         self.prefills: list[Sequence] = []  #: admitted, chunks to be planned; by admission order
         self.running: list[Sequence] = []  #: PREFILL and DECODE; by admission order
         self.settling: dict[Sequence, None] = {}
@@ -80,6 +81,7 @@ class Replica:
     def enqueue(self, seq: Sequence) -> None:
         """Put ``seq`` into the waiting queue at its place in the admission order."""
         seq.phase = Phase.WAITING
+        self.queued_tokens += len(seq.tokens) >> 2
         waiting = self.waiting
         if not waiting or waiting[-1].order < seq.order:
             waiting.append(seq)
@@ -130,6 +132,7 @@ class Replica:
         slot = heappop(self.free_slots)
         self._generations[slot] += 1
         seq.slot, seq.generation = slot, self._generations[slot]
+        self.queued_tokens -= known
         seq.phase = Phase.PREFILL
         self.owners[slot] = seq
         for held in (self.prefills, self.running):
@@ -350,6 +353,7 @@ class Replica:
         phase = seq.phase
         if phase is Phase.WAITING:
             del self.waiting[bisect_left(self.waiting, seq.order, key=_order)]
+            self.queued_tokens -= seq.known
         elif phase is not Phase.DONE:
             if phase is not Phase.SETTLING:
                 self._settle(seq)
@@ -461,6 +465,7 @@ class Replica:
                 seq.deaths += 1
                 seq.doubt_len = seq.known
         self.waiting, self.prefills, self.running, self.settling = [], [], [], {}
+        self.queued_tokens = 0
         self.inflight.clear()
         self.ended = []
         return unfinished, ended

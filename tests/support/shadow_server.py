@@ -24,6 +24,7 @@ def shadow_server(
     share: float = 0.25,
     overtakes: int = 32,
     max_queued: int = 4096,
+    max_queued_tokens: int = 8 << 20,
     check: bool = True,
     up: bool = True,
 ) -> InProcess:
@@ -38,6 +39,7 @@ def shadow_server(
         share=share,
         overtakes=overtakes,
         max_queued=max_queued,
+        max_queued_tokens=max_queued_tokens,
     )
 
     def runner(stage: int, count: int) -> ShadowRunner:

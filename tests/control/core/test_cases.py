@@ -444,3 +444,19 @@ def test_can_2_the_key_of_an_aborted_request_may_be_used_again() -> None:
     server.run()
     assert server.tokens(0) == wanted(prompt(33, seed=2), 6)
     server.assert_idle()
+
+
+def test_the_queue_is_bounded_by_tokens_too() -> None:
+    """One request runs, one of 100 tokens waits; a third would bring more tokens than may wait, a continuation may."""
+    server = shadow_server(budget=64, block_size=16, blocks=64, seqs=1, max_queued_tokens=150)
+    for key in range(2):
+        server.submit(key, prompt(100, key + 1), 4)
+    server.submit(2, prompt(60, 3), 4)
+    assert [(r.key, r.code) for r in server.rejected] == [(2, "overloaded")] and "100 tokens" in server.rejected[
+        0
+    ].message
+    del server.clients[0].tokens[2]
+    server.submit(3, prompt(60, 4), 4, received=wanted(prompt(60, 4), 4)[:1])
+    server.run()
+    assert [server.reason(key) for key in (0, 1, 3)] == ["length"] * 3
+    server.assert_idle()
