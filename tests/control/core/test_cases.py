@@ -447,7 +447,7 @@ def test_can_2_the_key_of_an_aborted_request_may_be_used_again() -> None:
 
 
 def test_the_queue_is_bounded_by_tokens_too() -> None:
-    """One request runs, one of 100 tokens waits; a third would bring more tokens than may wait, a continuation may."""
+    """One request runs, one of 100 tokens waits; a third would be too many tokens, a continuation is taken."""
     server = shadow_server(budget=64, block_size=16, blocks=64, seqs=1, max_queued_tokens=150)
     for key in range(2):
         server.submit(key, prompt(100, key + 1), 4)
