@@ -97,7 +97,6 @@ class StageExecutor:
     def __init__(self, runner: Runner, stage: int, stages: int, limits: Limits | None = None) -> None:
         if not 0 <= stage < stages:
             raise ValueError(f"stage {stage} of {stages}")
-        self._warm = 0  #: the largest iteration that the runner has been warmed up for
         self.runner = runner
         self.stage = stage
         self.stages = stages
@@ -161,9 +160,6 @@ class StageExecutor:
         for field, asked, here, holds in bounds:
             if not holds:
                 self._refuse(f"start: {field} {asked}, this worker has {here}")
-        if start.token_budget > self._warm:
-            self.runner.warm_up(start.token_budget)
-            self._warm = start.token_budget
         self.runner.start(start.num_blocks)
         self._table = SlotTable(start, first=self.first, last=self.last)
         self._refused = False

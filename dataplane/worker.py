@@ -64,6 +64,7 @@ class Worker:
         self._executor = StageExecutor(runner, stage, stages, limits)
         self._replica = replica
         self._links: StageLinks | None = None
+        self._warm = 0  #: the largest iteration that the runner has been warmed up for
         self._context = new_context()
         identity = f"worker-{replica}-{stage}-{os.getpid()}".encode()
         self._control = dial_dealer(self._context, connect, identity=identity)
@@ -165,6 +166,9 @@ class Worker:
         self._leave()
         try:
             self._executor.start(start)
+            if start.token_budget > self._warm:
+                self._executor.runner.warm_up(start.token_budget)
+                self._warm = start.token_budget
             width = self._executor.runner.info.hidden_bytes
             self._links = StageLinks(start, self._executor.stage, width)
         except (PlanRefused, OSError) as error:
