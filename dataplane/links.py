@@ -150,7 +150,6 @@ class StageLinks:
     def __init__(self, start: Start, stage: int, hidden_bytes: int) -> None:
         stages = start.stages
         self._first = stage == 0
-        self._last = stage == stages - 1
         self._geometry = (stages + 2, start.token_budget, hidden_bytes)
         self._inlet: Inlet | None = None
         self._outlet: Outlet | None = None

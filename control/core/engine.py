@@ -17,7 +17,6 @@ from .events import (
     Ended,
     Event,
     Limits,
-    OutOfStep,
     OwnerLost,
     Rejected,
     ReplicaLost,
@@ -243,6 +242,3 @@ class Engine:
         effect = replica.receive(event.result)
         if effect is not None:
             effects.append(effect)
-
-
-__all__ = ["Engine", "OutOfStep"]

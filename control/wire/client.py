@@ -72,7 +72,7 @@ class Subscribe(Struct, array_like=True, frozen=True, tag=36):
 
 
 class ClientPing(Struct, array_like=True, frozen=True, tag=37):
-    """Sign of life. A client silent for three seconds is gone and its requests are aborted."""
+    """Sign of life. Sent once a second. A client silent for ten seconds is gone and its requests are aborted."""
 
 
 class Welcome(Struct, array_like=True, frozen=True, tag=48):

@@ -10,7 +10,6 @@ MAX_MESSAGE_BYTES = 16 << 20
 MAX_SLOTS = (1 << 16) - 1
 MAX_TOKENS = 1 << 21
 
-U8 = Annotated[int, Meta(ge=0, lt=1 << 8)]
 U16 = Annotated[int, Meta(ge=0, lt=1 << 16)]
 U32 = Annotated[int, Meta(ge=0, lt=1 << 32)]
 #: MessagePack integers reach 2**64 - 1, msgspec's bounds only 2**63 - 1: the upper half is left to the format.
