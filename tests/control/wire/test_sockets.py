@@ -192,7 +192,9 @@ def test_zmq_4_a_context_refuses_to_work_in_a_forked_child(context, tmp_path):
                 os._exit(7 if str(os.getppid()) in str(error) else 8)
             os._exit(9)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-        dial_dealer(context, sys.argv[1]).send(b"still here")
+        # A name for it: a socket that is collected closes at once and takes what it has not yet sent along.
+        dealer = dial_dealer(context, sys.argv[1])
+        dealer.send(b"still here")
         print(router.recv_multipart()[1].decode())
     """
     done = run_python(code, ipc_endpoint(tmp_path / "s"))
