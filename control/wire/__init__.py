@@ -6,6 +6,8 @@ does not know and a newer one fills in defaults. Token ids, block ids and keys t
 """
 
 from .client import (
+    MAX_BIASES,
+    MAX_TOP_LOGPROBS,
     NO_SLOT,
     Abort,
     ClientHello,
@@ -20,6 +22,7 @@ from .client import (
     Subscribe,
     Tick,
     ToClient,
+    TokenLogprobs,
     Unknown,
     Welcome,
 )
@@ -40,6 +43,7 @@ from .worker import (
     Hello,
     KillWorker,
     LauncherHello,
+    Logprobs,
     Quit,
     Redial,
     Register,
@@ -52,6 +56,8 @@ from .worker import (
 )
 
 __all__ = [
+    "MAX_BIASES",
+    "MAX_TOP_LOGPROBS",
     "NO_SLOT",
     "PROTOCOL_VERSION",
     "Abort",
@@ -66,6 +72,7 @@ __all__ = [
     "Hello",
     "KillWorker",
     "LauncherHello",
+    "Logprobs",
     "Quit",
     "Redial",
     "Refused",
@@ -82,6 +89,7 @@ __all__ = [
     "Tick",
     "ToClient",
     "ToWorker",
+    "TokenLogprobs",
     "Unknown",
     "Welcome",
     "WireError",

@@ -4,16 +4,32 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from .fields import U16, U32, U64, Bitmap, Count, Name, StopIds, Text, TokenBuffer
+from .fields import U16, U32, U64, Bitmap, Count, FloatBuffer, Name, StopIds, Text, TokenBuffer
+
+#: Most tokens with a bias in one request.
+MAX_BIASES = 1024
+#: Most alternatives reported with a token's log-probability.
+MAX_TOP_LOGPROBS = 20
 
 Probability = Annotated[float, Meta(gt=0.0, le=1.0)]
 Temperature = Annotated[float, Meta(ge=0.0, le=100.0)]
+Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+Alternatives = Annotated[int, Meta(ge=-1, le=MAX_TOP_LOGPROBS)]
+BiasBuffer = Annotated[bytes, Meta(max_length=4 * MAX_BIASES)]
 
 
 class Sampling(Struct, array_like=True, frozen=True):
-    """How a token is drawn. ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 are off.
+    """How a token is drawn. ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and the other defaults are off.
 
     The generator is keyed by (``seed``, ``index``, position), so a sequence's draws depend on nothing else.
+    A row of logits is changed in this order: ``bias_values[i]`` (f32, -100 to 100) is added to token ``bias_ids[i]``
+    (u32, each once); ``repetition`` divides the positive and multiplies the negative logits of tokens that occur in
+    prompt or output; ``presence`` is subtracted once from tokens that occur in the output, ``frequency`` as often
+    as they occur; stop ids are masked below the minimum length; then temperature, ``top_k``, ``top_p``, and
+    ``min_p``, which keeps tokens at least that fraction as probable as the best one.
+
+    ``logprobs`` k from 0 asks for the log-probability of each sampled token and of the k best, ``prompt_logprobs``
+    for those of the prompt's tokens from the second on; -1 is off. They are of the logits before any change.
     """
 
     temperature: Temperature = 0.0
@@ -21,6 +37,14 @@ class Sampling(Struct, array_like=True, frozen=True):
     top_p: Probability = 1.0
     seed: U64 = 0
     index: U32 = 0
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    repetition: Annotated[float, Meta(ge=0.01, le=10.0)] = 1.0
+    presence: Penalty = 0.0
+    frequency: Penalty = 0.0
+    bias_ids: BiasBuffer = b""
+    bias_values: BiasBuffer = b""
+    logprobs: Alternatives = -1
+    prompt_logprobs: Alternatives = -1
 
 
 GREEDY = Sampling()
@@ -39,7 +63,9 @@ class Submit(Struct, array_like=True, frozen=True, tag=33):
     ``key`` is the client's own name for the request, unique while the request lives. Tokens past ``prompt_len``
     were already generated and received: the request is a continuation, as after a restart of the control process.
     ``max_tokens`` bounds the whole output, the continued part included; 0 means as many as the model allows.
-    Requests with different ``salt`` never share cached blocks.
+    Requests with different ``salt`` never share cached blocks. ``leader`` is the key of another request of this
+    client with the same prompt, whose prompt blocks this one wants to share: it waits until the leader's prompt is
+    computed, or no longer will be, and goes where the leader went. A leader that is not running is ignored.
     """
 
     key: U64
@@ -51,6 +77,7 @@ class Submit(Struct, array_like=True, frozen=True, tag=33):
     stop_ids: StopIds = ()
     min_tokens: Count = 0
     salt: Annotated[bytes, Meta(max_length=64)] = b""
+    leader: U64 | None = None
 
 
 class Abort(Struct, array_like=True, frozen=True, tag=34):
@@ -115,6 +142,21 @@ class End(Struct, array_like=True, frozen=True):
     message: Text = ""
 
 
+class TokenLogprobs(Struct, array_like=True, frozen=True):
+    """Log-probabilities of consecutive tokens of request ``key``, the first of them at index ``start``.
+
+    The index counts prompt and output tokens from 0. ``values`` (f32) and ``ranks`` (u32, 1 is the most likely) have
+    one entry a token; ``top_ids`` (u32) and ``top_values`` (f32) have the best k of each, best first.
+    """
+
+    key: U64
+    start: Count
+    values: FloatBuffer
+    ranks: TokenBuffer
+    top_ids: TokenBuffer = b""
+    top_values: FloatBuffer = b""
+
+
 class Tick(Struct, array_like=True, frozen=True, tag=49):
     """The tokens that one iteration gave to one client's requests.
 
@@ -122,6 +164,7 @@ class Tick(Struct, array_like=True, frozen=True, tag=49):
     with one new token; each of ``ends`` takes effect. With ``dense`` the token of slot *s* is ``ids[s]`` (entries of
     slots whose bit is clear mean nothing), else ``ids`` has one entry per set bit, by slot. ``sequence`` counts the
     ticks sent to this client since its hello, from 0, without gaps. Slots are those of ``replica``.
+    ``logprobs`` are of the tokens of this tick, and of prompt tokens computed in its iteration.
     """
 
     sequence: U64
@@ -133,6 +176,7 @@ class Tick(Struct, array_like=True, frozen=True, tag=49):
     start_keys: bytes = b""
     ends: list[End] = []
     replica: U16 = 0
+    logprobs: list[TokenLogprobs] = []
 
 
 class Refused(Struct, array_like=True, frozen=True, tag=50):

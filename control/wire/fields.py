@@ -19,6 +19,8 @@ Name = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=4096)]
 #: u32 little-endian token ids.
 TokenBuffer = Annotated[bytes, Meta(max_length=4 * MAX_TOKENS)]
+#: f32 little-endian, one value a token.
+FloatBuffer = Annotated[bytes, Meta(max_length=4 * MAX_TOKENS)]
 #: u32 little-endian block ids.
 BlockBuffer = Annotated[bytes, Meta(max_length=4 * MAX_TOKENS)]
 #: u16 little-endian slots.

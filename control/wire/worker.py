@@ -10,7 +10,20 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from .client import GREEDY, Sampling
-from .fields import U16, U32, U64, Bitmap, BlockBuffer, Count, Name, SlotBuffer, StopIds, Text, TokenBuffer
+from .fields import (
+    U16,
+    U32,
+    U64,
+    Bitmap,
+    BlockBuffer,
+    Count,
+    FloatBuffer,
+    Name,
+    SlotBuffer,
+    StopIds,
+    Text,
+    TokenBuffer,
+)
 
 
 class Start(Struct, array_like=True, frozen=True, tag=1):
@@ -132,12 +145,30 @@ class Started(Struct, array_like=True, frozen=True, tag=17):
     epoch: U32
 
 
+class Logprobs(Struct, array_like=True, frozen=True):
+    """Log-probabilities of consecutive tokens of the sequence in ``slot``, the first of them at index ``start``.
+
+    The index counts prompt and output tokens from 0; a prompt's first token has none. ``values`` (f32) and ``ranks``
+    (u32, 1 is the most likely) have one entry a token; ``top_ids`` (u32) and ``top_values`` (f32) have the best k of
+    each, best first, equal ones by id.
+    """
+
+    slot: U16
+    start: Count
+    values: FloatBuffer
+    ranks: TokenBuffer
+    top_ids: TokenBuffer = b""
+    top_values: FloatBuffer = b""
+
+
 class Result(Struct, array_like=True, frozen=True, tag=18):
     """What one rank says of one iteration. Times are microseconds of the rank's own monotonic clock.
 
     ``ids`` and ``stopped`` come from the last stage's first rank only: ``ids`` is indexed by slot, up to the largest
     slot that sampled; entries of other slots mean nothing. ``stopped`` lists slots that met a stop id.
     ``digest`` is the rank's checksum of the tables of the slots under audit at this step (None at most steps).
+    ``logprobs`` come with ``ids``, for the rows that ask for them: one entry with one token for a sampled id, one
+    entry a chunk for the prompt tokens after its positions.
     """
 
     epoch: U32
@@ -152,6 +183,7 @@ class Result(Struct, array_like=True, frozen=True, tag=18):
     ids: TokenBuffer = b""
     stopped: SlotBuffer = b""
     digest: U32 | None = None
+    logprobs: list[Logprobs] = []
 
 
 class Resync(Struct, array_like=True, frozen=True, tag=20):

@@ -7,13 +7,17 @@ import struct
 import msgpack
 import pytest
 from evenflow.control.wire import (
+    MAX_BIASES,
     BatchPlan,
     Heartbeat,
+    Logprobs,
     Register,
     Result,
     Sampling,
     Submit,
     Subscribe,
+    Tick,
+    TokenLogprobs,
     WireError,
     decode_from_client,
     decode_from_worker,
@@ -34,6 +38,11 @@ count = st.integers(0, MAX_TOKENS)
 buffers = st.lists(u32, max_size=20).map(lambda values: struct.pack(f"<{len(values)}I", *values))
 slots = st.lists(u16, max_size=20).map(lambda values: struct.pack(f"<{len(values)}H", *values))
 stops = st.lists(u32, max_size=64).map(tuple)
+floats = st.lists(st.floats(width=32, allow_nan=False), max_size=20).map(
+    lambda values: struct.pack(f"<{len(values)}f", *values)
+)
+penalty = st.floats(-2, 2)
+alternatives = st.integers(-1, 20)
 sampling = st.builds(
     Sampling,
     temperature=st.floats(0, 100),
@@ -41,7 +50,16 @@ sampling = st.builds(
     top_p=st.floats(0, 1, exclude_min=True),
     seed=u64,
     index=u32,
+    min_p=st.floats(0, 1),
+    repetition=st.floats(0.01, 10),
+    presence=penalty,
+    frequency=penalty,
+    bias_ids=buffers,
+    bias_values=floats,
+    logprobs=alternatives,
+    prompt_logprobs=alternatives,
 )
+rows = {"start": count, "values": floats, "ranks": buffers, "top_ids": buffers, "top_values": floats}
 registers = st.builds(
     Register,
     slot=u16,
@@ -81,6 +99,7 @@ results = st.builds(
     ids=buffers,
     stopped=slots,
     digest=st.none() | u32,
+    logprobs=st.lists(st.builds(Logprobs, slot=u16, **rows), max_size=3),
 )
 submits = st.builds(
     Submit,
@@ -93,6 +112,16 @@ submits = st.builds(
     stop_ids=stops,
     min_tokens=count,
     salt=st.binary(max_size=64),
+    leader=st.none() | u64,
+)
+ticks = st.builds(
+    Tick,
+    sequence=u64,
+    step=u64,
+    live=st.binary(max_size=64),
+    dense=st.booleans(),
+    ids=buffers,
+    logprobs=st.lists(st.builds(TokenLogprobs, key=u64, **rows), max_size=3),
 )
 
 
@@ -112,7 +141,24 @@ def test_round_trip_from_clients(message):
     assert decode_from_client(memoryview(encode(message))) == message
 
 
+@given(ticks)
+def test_round_trip_to_clients(message):
+    assert decode_to_client(encode(message)) == message
+
+
 REGISTER = [2, 0, 1, 1, b"\0" * 4, 1, 0, b"", 2]
+#: The later fields of a ``Sampling``: their defaults, and values that each refuses.
+SAMPLING = [0.0, 1.0, 0.0, 0.0, b"", b"", -1, -1]
+SAMPLING_BOUNDS = {
+    "min_p": (-0.1, 1.5, float("nan"), float("inf")),
+    "repetition": (0.0, -1.0, 10.5, float("nan"), float("inf")),
+    "presence": (-2.5, 2.5, float("nan"), float("-inf")),
+    "frequency": (-2.5, 2.5, float("nan"), "1"),
+    "bias_ids": (b"\0" * (4 * MAX_BIASES + 1), [1]),
+    "bias_values": (b"\0" * (4 * MAX_BIASES + 1), 1.0),
+    "logprobs": (-2, 21, 1.5, True),
+    "prompt_logprobs": (-2, 21, None),
+}
 
 
 @pytest.mark.parametrize(
@@ -130,6 +176,13 @@ REGISTER = [2, 0, 1, 1, b"\0" * 4, 1, 0, b"", 2]
         pytest.param([*REGISTER, 0, [], [float("nan")]], id="temperature not a number"),
         pytest.param([*REGISTER, 0, [], [1.0, 0, 0.0]], id="top_p of nothing"),
         pytest.param([*REGISTER, 0, [], [1.0, 0, 1.5]], id="top_p past one"),
+        *(
+            pytest.param(
+                [*REGISTER, 0, [], [1.0, 0, 1.0, 0, 0, *SAMPLING[:place], value]], id=f"{name} {str(value)[:8]}"
+            )
+            for place, (name, values) in enumerate(SAMPLING_BOUNDS.items())
+            for value in values
+        ),
         pytest.param([3, 0, 0, 0, b"\0" * 8193], id="bitmap past the slots"),
         pytest.param([3, 0, True, 0, b""], id="step as a boolean"),
         pytest.param([3, 0, 1.5, 0, b""], id="step as a fraction"),
@@ -152,6 +205,8 @@ def test_bounds_of_client_messages():
         decode_from_client(msgpack.packb([33, 5, "x" * 257, b"", 0]))
     with pytest.raises(WireError):
         decode_from_client(msgpack.packb([33, 5, "x", b"", 0, 0, [], [], 0, b"s" * 65]))
+    with pytest.raises(WireError):
+        decode_from_client(msgpack.packb([33, 5, "x", b"", 0, 0, [], [], 0, b"", -1]))
 
 
 def test_seeds_and_keys_up_to_64_bits():
