@@ -25,6 +25,7 @@ from .wire import (
     ClientPing,
     End,
     FromClient,
+    Merged,
     Refused,
     Sampling,
     Status,
@@ -44,6 +45,8 @@ SILENCE_S = 3.0
 INTERVAL_S = 1.0
 #: A continuation that is refused for the moment is tried again after this long, unless the refusal says.
 RETRY_S = 0.5
+#: A timer that comes this late shows that this process itself was held up.
+LATE_S = 1.0
 #: Codes of ``Refused`` that pass by themselves.
 PASSING = frozenset({"overloaded", "not_ready"})
 
@@ -121,12 +124,15 @@ class ClientState:
         self._next_key = 1
         self._heard_at = 0.0
         self._spoke_at = 0.0
+        self._timer_at = 0.0
+        #: What the control process calls this client's session, to be named in the next hello.
+        self._session = 0
         self._subscribed_ms = 0
         self._retries: list[tuple[float, Request]] = []
 
     def start(self, now: float) -> None:
         """Say hello. Called once, when the socket is connected."""
-        self._heard_at = now
+        self._heard_at = self._timer_at = now
         self._hello(now)
 
     @property
@@ -181,6 +187,10 @@ class ClientState:
 
     def on_timer(self, now: float) -> None:
         """What is due by time alone. To be called at least four times a second."""
+        if now - self._timer_at >= LATE_S:
+            # This process was stopped: what came meanwhile is still to be read, so the peer is not silent yet.
+            self._heard_at = max(self._heard_at, now - SILENCE_S + LATE_S)
+        self._timer_at = now
         if self.phase == "joined" and now - self._heard_at >= SILENCE_S:
             self._rejoin(now, "lost")
         if now - self._spoke_at >= INTERVAL_S:
@@ -201,6 +211,8 @@ class ClientState:
         self._heard_at = now
         if isinstance(message, Tick):
             self._tick(message, now)
+        elif isinstance(message, Merged):
+            self._merged(message, now)
         elif isinstance(message, Welcome):
             self._welcomed(message, now)
         elif isinstance(message, Refused):
@@ -214,6 +226,7 @@ class ClientState:
     def _welcomed(self, welcome: Welcome, now: float) -> None:
         known = self.welcome
         self.welcome = welcome
+        self._session = welcome.session
         if self.phase == "joined":
             if known is not None and known.instance != welcome.instance:
                 self._rejoin(now)
@@ -294,6 +307,34 @@ class ClientState:
         for end in tick.ends:
             self._end(end)
 
+    def _merged(self, merged: Merged, now: float) -> None:
+        if self.phase != "joined":
+            return
+        uneven = any(len(run.ids) % 4 for run in merged.runs)
+        uneven = uneven or any(len(o.slots) % 2 or len(o.keys) != 4 * len(o.slots) for o in merged.owned)
+        if uneven or merged.sequence != self._expected:
+            self._rejoin(now)
+            return
+        self._expected += 1
+        for run in merged.runs:
+            if request := self.requests.get(run.key):
+                request.accepted = True
+                request.received.frombytes(run.ids)
+                self._touch(request)
+        for end in merged.ends:
+            self._end(end)
+        for request in self.requests.values():
+            request.slot = None
+        self._owners.clear()
+        for owned in merged.owned:
+            owners = self._owners[owned.replica] = {}
+            slots, keys = memoryview(owned.slots).cast("H"), memoryview(owned.keys).cast("Q")
+            for slot, key in zip(slots, keys, strict=True):
+                if request := self.requests.get(key):
+                    request.accepted = True
+                    request.slot = (owned.replica, slot)
+                    owners[slot] = request
+
     def _end(self, end: End) -> None:
         request = self.requests.get(end.key)
         if request is None:
@@ -340,6 +381,9 @@ class ClientState:
         self.requests.pop(request.key, None)
         self._release(request)
         request.finish = finish
+        self._touch(request)
+
+    def _touch(self, request: Request) -> None:
         if not request.touched:
             request.touched = True
             self.touched.append(request)
@@ -367,4 +411,4 @@ class ClientState:
 
     def _hello(self, now: float) -> None:
         self._spoke_at = now
-        self.outbox.append(ClientHello(PROTOCOL_VERSION, self.name))
+        self.outbox.append(ClientHello(PROTOCOL_VERSION, self.name, self._session))

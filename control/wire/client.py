@@ -4,7 +4,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from .fields import U16, U32, U64, Bitmap, Count, FloatBuffer, Name, StopIds, Text, TokenBuffer
+from .fields import U16, U32, U64, Bitmap, Count, FloatBuffer, KeyBuffer, Name, SlotBuffer, StopIds, Text, TokenBuffer
 
 #: Most tokens with a bias in one request.
 MAX_BIASES = 1024
@@ -51,10 +51,15 @@ GREEDY = Sampling()
 
 
 class ClientHello(Struct, array_like=True, frozen=True, tag=32):
-    """First message of a connection."""
+    """First message of a connection.
+
+    ``session`` is that of the last ``Welcome``, if there was one: the requests of that session end at once, as this
+    client goes on with them itself by submitting them as continuations.
+    """
 
     version: U32
     name: Name = ""
+    session: U64 = 0
 
 
 class Submit(Struct, array_like=True, frozen=True, tag=33):
@@ -106,7 +111,8 @@ class Welcome(Struct, array_like=True, frozen=True, tag=48):
     """Answer to a hello, and again whenever ``ready`` or a limit changes.
 
     ``instance`` names this life of the control process: a client that sees another one resubmits its unfinished
-    requests as continuations.
+    requests as continuations. ``session`` is a secret between the control process and this client, which the client
+    names when it must say hello again. ``max_requests`` is how many of its requests may be unfinished at once.
     """
 
     version: U32
@@ -121,6 +127,8 @@ class Welcome(Struct, array_like=True, frozen=True, tag=48):
     max_num_seqs: U32
     token_budget: U32
     eos_ids: StopIds = ()
+    session: U64 = 0
+    max_requests: U32 = 0
 
 
 #: ``End.slot`` of a request that owned none.
@@ -179,6 +187,36 @@ class Tick(Struct, array_like=True, frozen=True, tag=49):
     logprobs: list[TokenLogprobs] = []
 
 
+class Run(Struct, array_like=True, frozen=True):
+    """Tokens of one request, in order."""
+
+    key: U64
+    ids: TokenBuffer
+
+
+class Owned(Struct, array_like=True, frozen=True):
+    """``slots[i]`` (u16) of ``replica`` belongs to request ``keys[i]`` (u64)."""
+
+    replica: U16
+    slots: SlotBuffer
+    keys: KeyBuffer
+
+
+class Merged(Struct, array_like=True, frozen=True, tag=53):
+    """Several ticks in one, for a client that reads slower than it is written to. Nothing is left out.
+
+    In this order: each of ``runs`` continues the tokens of its request; each of ``ends`` takes effect; then the
+    slots that this client's requests own are those of ``owned`` and no others. ``sequence`` counts on from the last
+    tick: this message stands for one. A request has one run at most; its pauses are not told, nor an end's slot.
+    """
+
+    sequence: U64
+    runs: list[Run] = []
+    ends: list[End] = []
+    owned: list[Owned] = []
+    logprobs: list[TokenLogprobs] = []
+
+
 class Refused(Struct, array_like=True, frozen=True, tag=50):
     """A message could not be accepted. ``key`` names the request, if it was about one.
 
@@ -212,4 +250,4 @@ class Unknown(Struct, array_like=True, frozen=True, tag=52):
 
 
 FromClient = ClientHello | Submit | Abort | Status | Subscribe | ClientPing
-ToClient = Welcome | Tick | Refused | StatusReply | Unknown
+ToClient = Welcome | Tick | Refused | StatusReply | Unknown | Merged

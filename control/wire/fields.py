@@ -25,6 +25,8 @@ FloatBuffer = Annotated[bytes, Meta(max_length=4 * MAX_TOKENS)]
 BlockBuffer = Annotated[bytes, Meta(max_length=4 * MAX_TOKENS)]
 #: u16 little-endian slots.
 SlotBuffer = Annotated[bytes, Meta(max_length=2 * MAX_SLOTS)]
+#: u64 little-endian keys of requests.
+KeyBuffer = Annotated[bytes, Meta(max_length=8 * MAX_SLOTS)]
 #: One bit a slot, slot 0 in the lowest bit of the first byte.
 Bitmap = Annotated[bytes, Meta(max_length=(MAX_SLOTS + 7) // 8)]
 StopIds = Annotated[tuple[U32, ...], Meta(max_length=64)]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from evenflow.control.client import AsyncClient, Client
 from evenflow.control.client_state import SILENCE_S, ClientState
@@ -15,7 +16,10 @@ from evenflow.control.wire import (
     ClientHello,
     ClientPing,
     End,
+    Merged,
+    Owned,
     Refused,
+    Run,
     Sampling,
     Submit,
     Tick,
@@ -117,6 +121,52 @@ def test_slots_of_two_replicas_are_different_slots() -> None:
     assert second.received.tolist() == [60]
 
 
+def u16(*values: int) -> bytes:
+    return array("H", values).tobytes()
+
+
+def u32(*values: int) -> bytes:
+    return array("I", values).tobytes()
+
+
+def u64(*values: int) -> bytes:
+    return array("Q", values).tobytes()
+
+
+def test_merged_ticks_continue_end_and_hand_over_slots() -> None:
+    state = joined()
+    first, second, third = (ask(state, [n]) for n in (1, 2, 3))
+    state.receive(tick(0, {4: 50, 5: 60}, {4: first.key, 5: second.key}), 0.2)
+    runs = [Run(first.key, u32(51, 52)), Run(third.key, u32(70)), Run(99, u32(1))]
+    ends = [End(first.key, 0xFFFF, "length", 3, 1)]
+    owned = [Owned(0, u16(4), u64(third.key)), Owned(1, u16(5), u64(second.key))]
+    state.receive(Merged(1, runs, ends, owned), 0.3)
+    assert first.received.tolist() == [50, 51, 52]
+    assert first.finish is not None and first.finish.reason == "length" and first.finish.cached_tokens == 1
+    state.receive(tick(2, {4: 71, 5: 99}), 0.4)
+    state.receive(tick(3, {5: 61}, replica=1), 0.4)
+    assert third.received.tolist() == [70, 71] and second.received.tolist() == [60, 61]
+
+
+@pytest.mark.parametrize(
+    "merged",
+    [Merged(1), Merged(0, [Run(1, b"123")]), Merged(0, owned=[Owned(0, u16(1, 2), u64(1))])],
+    ids=["gap", "odd ids", "odd slots"],
+)
+def test_a_merged_tick_that_does_not_fit_is_like_a_gap(merged: Merged) -> None:
+    state = joined()
+    request = ask(state, [1])
+    state.receive(merged, 0.2)
+    assert state.connection == 1 and not state.connected and request.received.tolist() == []
+
+
+def test_the_next_hello_names_the_session_that_is_over() -> None:
+    state = joined()
+    state.receive(msgspec.structs.replace(welcome(), session=77), 0.2)
+    state.receive(Unknown(1), 0.3)
+    assert state.outbox == [ClientHello(PROTOCOL_VERSION, "test", 77)]
+
+
 def test_a_pause_is_no_end() -> None:
     state = joined()
     request = ask(state, [1])
@@ -164,12 +214,33 @@ def test_what_is_complete_is_not_asked_for_again() -> None:
     assert [submit.key for submit in submits(state)] == [early.key]
 
 
+def passes(state: ClientState, since: float, until: float) -> None:
+    """The timer fires four times a second."""
+    while since < until:
+        since += 0.25
+        state.on_timer(since)
+
+
+def test_a_process_that_was_stopped_first_reads_what_came_meanwhile() -> None:
+    state = joined()
+    passes(state, 0.0, 0.5)
+    state.on_timer(8.0)
+    assert state.connected, "nobody was listening"
+    state.receive(welcome(), 8.1)
+    passes(state, 8.0, 10.0)
+    assert state.connected
+    state.on_timer(30.0)
+    passes(state, 30.0, 31.0)
+    assert state.phase == "lost", "there was time to read, and nothing came"
+
+
 def test_silence_is_noticed_and_hellos_go_on() -> None:
     state = joined()
-    state.on_timer(2.0)
+    passes(state, 0.0, 1.0)
     assert state.outbox == [ClientPing()]
-    state.on_timer(0.1 + SILENCE_S)
-    assert state.phase == "lost" and state.outbox == [ClientHello(PROTOCOL_VERSION, "test")]
+    state.outbox.clear()
+    passes(state, 1.0, SILENCE_S + 0.25)
+    assert state.phase == "lost" and state.outbox[0] == ClientHello(PROTOCOL_VERSION, "test")
     state.outbox.clear()
     request = ask(state, [1])
     assert state.outbox == []

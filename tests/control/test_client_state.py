@@ -175,8 +175,10 @@ class ClientAndControl(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.05, 0.3, 1.0, 3.5]))
     def time_passes(self, seconds: float) -> None:
-        self.now += seconds
-        self.state.on_timer(self.now)
+        until = self.now + seconds
+        while self.now < until:
+            self.now = min(self.now + 0.25, until)
+            self.state.on_timer(self.now)
 
     @invariant()
     def every_row_is_exact(self) -> None:
