@@ -12,8 +12,10 @@ from types import TracebackType
 from typing import Self
 
 import zmq
+from msgspec.structs import replace
 
 from .client_state import ClientState, Finish, Request, pack_ids
+from .token_logprobs import TokenLogprob
 from .wire import Sampling, StatusReply, Welcome, WireError, decode_to_client, encode
 from .wire.client import GREEDY
 from .wire.sockets import Socket, WireContext, client_socket, close_context, new_context
@@ -32,9 +34,10 @@ class ClientClosed(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens that came since the last chunk, at least one."""
+    """Tokens that came since the last chunk, at least one, and their log-probabilities, if those were asked for."""
 
     ids: list[int]
+    logprobs: Sequence[TokenLogprob] = ()
 
 
 def draw_seed() -> int:
@@ -45,12 +48,13 @@ def draw_seed() -> int:
 class Stream:
     """The tokens of one request as they come. Iteration ends when ``finish`` is set, whatever its reason."""
 
-    __slots__ = ("_client", "_cursor", "_request", "_waiter")
+    __slots__ = ("_client", "_cursor", "_read", "_request", "_waiter")
 
     def __init__(self, client: "AsyncClient", request: Request) -> None:
         self._client = client
         self._request = request
         self._cursor = 0
+        self._read = 0
         self._waiter: asyncio.Future[None] | None = None
 
     @property
@@ -77,6 +81,22 @@ class Stream:
         ids = self._request.received[self._cursor :].tolist()
         self._cursor += len(ids)
         return ids
+
+    def take_logprobs(self) -> list[TokenLogprob]:
+        """Those of the tokens taken since the last call, if they were asked for: as many as those tokens."""
+        columns = self._request.logprobs
+        if columns is None:
+            return []
+        start, self._read = self._read, self._cursor
+        return columns.read(self._request.received[start : self._cursor], start)
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprob]:
+        """Those of the prompt's tokens from the second on, if they were asked for. Complete with the first token."""
+        columns = self._request.prompt_logprobs
+        if columns is None:
+            return []
+        return columns.read(memoryview(self._request.prompt)[4:].cast("I"), 0)
 
     async def wait(self) -> bool:
         """Wait for news. True if there are tokens to take, False if the request ended and all were taken."""
@@ -110,7 +130,7 @@ class Stream:
     async def __anext__(self) -> Chunk:
         if not await self.wait():
             raise StopAsyncIteration
-        return Chunk(self.take())
+        return Chunk(self.take(), self.take_logprobs())
 
     async def __aenter__(self) -> Self:
         return self
@@ -234,14 +254,16 @@ class AsyncClient:
         min_tokens: int = 0,
         salt: bytes = b"",
         request: str = "",
+        leader: Stream | None = None,
     ) -> Stream:
         """Ask for a completion. Without a connection the request waits for one; it is never lost.
 
-        ``sampling.seed`` 0 with a temperature means "draw one", so that a restart repeats the same draws.
+        ``sampling.seed`` 0 with a temperature means "draw one", so that a restart repeats the same draws. ``leader``
+        is a stream of the same prompt, whose computed blocks this request shares once they are there.
         """
         self._open_loop()
         if sampling.temperature > 0 and sampling.seed == 0:
-            sampling = Sampling(sampling.temperature, sampling.top_k, sampling.top_p, draw_seed(), sampling.index)
+            sampling = replace(sampling, seed=draw_seed())
         record = self._state.submit(
             pack_ids(tokens),
             name=request or f"py-{secrets.token_hex(6)}",
@@ -250,6 +272,7 @@ class AsyncClient:
             stop_ids=tuple(stop_ids),
             min_tokens=min_tokens,
             salt=salt,
+            leader=None if leader is None else leader._request,
         )
         stream = Stream(self, record)
         self._streams[record.key] = stream

@@ -19,5 +19,16 @@ continuations, and a stream just pauses.
 from .async_client import AsyncClient, Chunk, ClientClosed, Stream, draw_seed
 from .client_state import Finish
 from .sync_client import Client, SyncStream
+from .token_logprobs import TokenLogprob
 
-__all__ = ["AsyncClient", "Chunk", "Client", "ClientClosed", "Finish", "Stream", "SyncStream", "draw_seed"]
+__all__ = [
+    "AsyncClient",
+    "Chunk",
+    "Client",
+    "ClientClosed",
+    "Finish",
+    "Stream",
+    "SyncStream",
+    "TokenLogprob",
+    "draw_seed",
+]

@@ -18,6 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from msgspec.structs import replace
+
+from .token_logprobs import LogprobColumns
 from .wire import (
     PROTOCOL_VERSION,
     Abort,
@@ -34,6 +37,7 @@ from .wire import (
     Subscribe,
     Tick,
     ToClient,
+    TokenLogprobs,
     Welcome,
 )
 
@@ -89,6 +93,17 @@ class Request:
     touched: bool = False
     #: Aborted from this side; the control process has not yet confirmed, and said what was cached.
     unconfirmed: bool = False
+    #: The key of the request whose prompt blocks this one shares.
+    leader: int | None = None
+    #: Of the output, and of the prompt from its second token on; None if they were not asked for.
+    logprobs: LogprobColumns | None = None
+    prompt_logprobs: LogprobColumns | None = None
+
+    def __post_init__(self) -> None:
+        if self.sampling.logprobs >= 0:
+            self.logprobs = LogprobColumns(self.sampling.logprobs)
+        if self.sampling.prompt_logprobs >= 0:
+            self.prompt_logprobs = LogprobColumns(self.sampling.prompt_logprobs)
 
     @property
     def prompt_len(self) -> int:
@@ -149,9 +164,11 @@ class ClientState:
         stop_ids: tuple[int, ...] = (),
         min_tokens: int = 0,
         salt: bytes = b"",
+        leader: Request | None = None,
     ) -> Request:
         """Take a request on; it is sent at once when joined, else with the next join."""
         request = Request(self._next_key, name, prompt, max_tokens, sampling, stop_ids, min_tokens, salt)
+        request.leader = None if leader is None else leader.key
         self._next_key += 1
         self.requests[request.key] = request
         if self.phase == "joined":
@@ -249,6 +266,10 @@ class ClientState:
             self._send_submit(request)
 
     def _send_submit(self, request: Request) -> None:
+        sampling, told = request.sampling, request.prompt_logprobs
+        if told is not None and len(told) == request.prompt_len - 1:
+            # All are here: this time the prompt may come from the prefix cache.
+            sampling = replace(sampling, prompt_logprobs=-1)
         self.outbox.append(
             Submit(
                 key=request.key,
@@ -256,10 +277,11 @@ class ClientState:
                 tokens=request.prompt + request.received.tobytes(),
                 prompt_len=request.prompt_len,
                 max_tokens=request.max_tokens,
-                sampling=request.sampling,
+                sampling=sampling,
                 stop_ids=request.stop_ids,
                 min_tokens=request.min_tokens,
                 salt=request.salt,
+                leader=request.leader,
             )
         )
 
@@ -304,6 +326,8 @@ class ClientState:
                 if not request.touched:
                     request.touched = True
                     touched.append(request)
+        if tick.logprobs:
+            self._take_logprobs(tick.logprobs)
         for end in tick.ends:
             self._end(end)
 
@@ -321,6 +345,8 @@ class ClientState:
                 request.accepted = True
                 request.received.frombytes(run.ids)
                 self._touch(request)
+        if merged.logprobs:
+            self._take_logprobs(merged.logprobs)
         for end in merged.ends:
             self._end(end)
         for request in self.requests.values():
@@ -334,6 +360,17 @@ class ClientState:
                     request.accepted = True
                     request.slot = (owned.replica, slot)
                     owners[slot] = request
+
+    def _take_logprobs(self, entries: list[TokenLogprobs]) -> None:
+        for told in entries:
+            request = self.requests.get(told.key)
+            if request is None:
+                continue
+            if told.start >= request.prompt_len:
+                if request.logprobs is not None:
+                    request.logprobs.extend(told, told.start - request.prompt_len)
+            elif request.prompt_logprobs is not None:
+                request.prompt_logprobs.extend(told, told.start - 1)
 
     def _end(self, end: End) -> None:
         request = self.requests.get(end.key)

@@ -11,7 +11,7 @@ from array import array
 
 from .core.events import Delivered, Ended
 from .core.sequence import Sequence
-from .wire import NO_SLOT, End, Tick
+from .wire import NO_SLOT, End, Logprobs, Tick, TokenLogprobs
 
 
 class Fanout:
@@ -35,15 +35,16 @@ class Fanout:
             owned[replica, slot] = seq
         live, sole = delivered.live, delivered.sole
         if sole >= 0:
-            if not delivered.ends and not delivered.starts:
+            if not delivered.ends and not delivered.starts and not delivered.logprobs:
                 if not any(live):
                     return []  # all rows are void, perhaps because the client is gone
                 return [(sole, self._tick(sole, delivered, live, True, delivered.ids))]
-            if all(ended.seq.owner == sole for ended in delivered.ends):
-                tick = self._tick(
-                    sole, delivered, live, True, delivered.ids, delivered.starts, self._ends(delivered.ends, replica)
-                )
-                return [(sole, tick)]
+            if all(ended.seq.owner == sole for ended in delivered.ends) and all(
+                seq.owner == sole for seq, _ in delivered.logprobs
+            ):
+                told = self._ends(delivered.ends, replica)
+                starts, rows = delivered.starts, delivered.logprobs
+                return [(sole, self._tick(sole, delivered, live, True, delivered.ids, starts, told, rows))]
         return self._split(delivered)
 
     def _split(self, delivered: Delivered) -> list[tuple[int, Tick]]:
@@ -61,18 +62,22 @@ class Fanout:
         ends: dict[int, list[Ended]] = {}
         for ended in delivered.ends:
             ends.setdefault(ended.seq.owner, []).append(ended)
+        logprobs: dict[int, list[tuple[Sequence, Logprobs]]] = {}
+        for row in delivered.logprobs:
+            logprobs.setdefault(row[0].owner, []).append(row)
         values = memoryview(delivered.ids).cast("I")
         ticks: list[tuple[int, Tick]] = []
-        for owner in dict.fromkeys([*slots, *starts, *ends]):
+        for owner in dict.fromkeys([*slots, *starts, *ends, *logprobs]):
             mine = slots.get(owner, [])
             bitmap = bytearray((mine[-1] >> 3) + 1 if mine else 0)
             for slot in mine:
                 bitmap[slot >> 3] |= 1 << (slot & 7)
             told = self._ends(ends.get(owner, []), replica)
-            if not mine and not told:
+            rows = logprobs.get(owner)
+            if not mine and not told and not rows:
                 continue
             ids = array("I", [values[slot] for slot in mine]).tobytes()
-            ticks.append((owner, self._tick(owner, delivered, bitmap, False, ids, starts.get(owner), told)))
+            ticks.append((owner, self._tick(owner, delivered, bitmap, False, ids, starts.get(owner), told, rows)))
         return ticks
 
     def _tick(
@@ -84,6 +89,7 @@ class Fanout:
         ids: bytes | memoryview,
         starts: list[tuple[int, Sequence]] | None = None,
         ends: list[End] | None = None,
+        logprobs: list[tuple[Sequence, Logprobs]] | None = None,
     ) -> Tick:
         sequence = self._sent.get(owner, 0)
         self._sent[owner] = sequence + 1
@@ -102,6 +108,12 @@ class Fanout:
             keys,
             ends or [],
             max(delivered.replica, 0),
+            [
+                TokenLogprobs(seq.key, row.start, row.values, row.ranks, row.top_ids, row.top_values)
+                for seq, row in logprobs
+            ]
+            if logprobs
+            else [],
         )
 
     def _ends(self, ended: list[Ended], replica: int) -> list[End]:

@@ -26,7 +26,9 @@ def snapshot(engine: Engine | None, supervisor: Supervisor, clients: int, bad_fr
     used = sum(pool.held for pool in pools)
     values |= {
         "num_requests_running": sum(len(replica.running) for replica in replicas),
-        "num_requests_waiting": len(engine.homeless) + sum(len(replica.waiting) for replica in replicas),
+        "num_requests_waiting": len(engine.homeless)
+        + sum(map(len, engine.parked.values()))
+        + sum(len(replica.waiting) for replica in replicas),
         "num_decoding": sum(lane.count for replica in replicas for lane in replica.lanes),
         "kv_blocks": blocks,
         "kv_blocks_used": used,

@@ -291,6 +291,7 @@ class Supervisor:
             max_model_len=length,
             block_size=first.block_size,
             tile=first.tile,
+            vocab_size=first.vocab_size,
         )
 
     def _started(self, site: Site, peer: Peer, message: Started, now: float) -> list[Action]:

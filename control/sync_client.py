@@ -8,6 +8,7 @@ from typing import Any, Self, TypeVar
 
 from .async_client import AsyncClient, Chunk, ClientClosed, Stream
 from .client_state import Finish
+from .token_logprobs import TokenLogprob
 from .wire import Sampling, StatusReply, Welcome
 from .wire.client import GREEDY
 
@@ -78,6 +79,7 @@ class Client:
         min_tokens: int = 0,
         salt: bytes = b"",
         request: str = "",
+        leader: "SyncStream | None" = None,
     ) -> "SyncStream":
         """As ``AsyncClient.submit``."""
         stream = self._run(
@@ -89,6 +91,7 @@ class Client:
                 min_tokens=min_tokens,
                 salt=salt,
                 request=request,
+                leader=None if leader is None else leader._stream,
             )
         )
         return SyncStream(self, stream)
@@ -121,9 +124,14 @@ class SyncStream:
         """How the request ended, or None while it has not."""
         return self._stream.finish
 
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprob]:
+        """Those of the prompt's tokens from the second on, if they were asked for. Complete with the first token."""
+        return self._stream.prompt_logprobs
+
     def __iter__(self) -> Iterator[Chunk]:
         while self._client._run(self._stream.wait()):
-            yield Chunk(self._stream.take())
+            yield Chunk(self._stream.take(), self._stream.take_logprobs())
 
     def close(self) -> None:
         """Abort the request if it has not ended. Idempotent."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..wire import Submit
+from .biases import bias_problem
 from .events import (
     Aborted,
     Delivered,
@@ -42,6 +43,7 @@ class Engine:
         self.replicas: dict[int, Replica] = {}
         self.requests: dict[int, dict[int, Sequence]] = {}  #: unfinished, by client and key
         self.homeless: list[Sequence] = []  #: no replica is up; by admission order
+        self.parked: dict[Sequence, list[Sequence]] = {}  #: by leader: those that wait for its prompt's blocks
         self.counters: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
         self._order = 0
         self._homes: dict[Sequence, Replica] = {}
@@ -61,6 +63,8 @@ class Engine:
         late: list[Effect] = []
         self._handlers[type(event)](event, late)
         effects: list[Effect] = []
+        if self.parked:
+            self._unpark(late)
         for replica in self._ready:
             if len(replica.inflight) <= replica.stages:
                 while (plan := replica.plan_next()) is not None:
@@ -101,6 +105,8 @@ class Engine:
             self.requests[owner] = {submit.key: seq}
         else:
             owned[submit.key] = seq
+            if submit.leader is not None and self._park(seq, owned.get(submit.leader)):
+                return
         self._route(seq)
 
     def _problem(self, owner: int, submit: Submit, most: int) -> tuple[str, str, str] | None:
@@ -115,6 +121,10 @@ class Engine:
         owned = self.requests.get(owner)
         if owned is not None and submit.key in owned:
             return "invalid", "key", f"request {submit.key} is still running"
+        if submit.sampling.bias_ids or submit.sampling.bias_values:
+            problem = bias_problem(submit.sampling, limits.vocab_size)
+            if problem is not None:
+                return problem
         if prompt >= most:
             where = "the model's length" if most == limits.max_model_len else "the block pool"
             text = f"the prompt has {prompt} tokens; with at least one of output {where} allows {most - 1}"
@@ -122,7 +132,7 @@ class Engine:
         if known > prompt:
             # A continuation was taken on before: it is not refused for being many.
             return None
-        waiting, tokens = len(self.homeless), 0
+        waiting, tokens = len(self.homeless) + sum(map(len, self.parked.values())), 0
         for replica in self._ready:
             waiting += len(replica.waiting)
             tokens += replica.queued_tokens
@@ -145,7 +155,12 @@ class Engine:
         slot = seq.slot if seq.phase not in (Phase.WAITING, Phase.DONE) else -1
         home = self._homes.pop(seq, None)
         if home is None:
-            self.homeless.remove(seq)
+            for followers in self.parked.values():
+                if seq in followers:
+                    followers.remove(seq)
+                    break
+            else:
+                self.homeless.remove(seq)
             seq.phase = Phase.DONE
         else:
             home.remove(seq)
@@ -163,6 +178,35 @@ class Engine:
                     if not owned:
                         del self.requests[seq.owner]
                 self._homes.pop(seq, None)
+
+    # ---- siblings --------------------------------------------------------------------------------------------
+
+    def _park(self, seq: Sequence, leader: Sequence | None) -> bool:
+        """Let ``seq`` wait for its leader, if there are full blocks that it can share. It is in no queue then."""
+        size = 4 * seq.prompt_len
+        if (
+            leader is None
+            or leader is seq
+            or not self.limits.prefix_caching
+            or seq.prompt_len <= self.limits.block_size
+            or seq.sampling.prompt_logprobs >= 0
+            or (leader.prompt_len, leader.salt) != (seq.prompt_len, seq.salt)
+            or leader.tokens[:size] != seq.tokens[:size]
+        ):
+            return False
+        self.parked.setdefault(leader, []).append(seq)
+        return True
+
+    def _unpark(self, effects: list[Effect]) -> None:
+        """Queue those whose leader's prompt is planned, or no longer will be. Its blocks are in the prefix cache of
+        its replica: so they are routed there."""
+        for leader, followers in list(self.parked.items()):
+            if leader.phase < Phase.DECODE:
+                continue
+            del self.parked[leader]
+            ends = [ended for seq in followers if (ended := self._rehome(seq)) is not None]
+            if ends:
+                effects.append(Delivered(-1, 0, b"", b"", -1, [], ends))
 
     # ---- replicas --------------------------------------------------------------------------------------------
 

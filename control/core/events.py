@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from msgspec import Struct
 
-from ..wire import BatchPlan, Register, Result, Submit
+from ..wire import BatchPlan, Logprobs, Register, Result, Submit
 from .sequence import Sequence
 
 
@@ -32,6 +32,7 @@ class Limits:
     overtakes: int = 32
     max_queued: int = 4096
     max_queued_tokens: int = 8 << 20
+    vocab_size: int = 1 << 32
 
 
 class Submitted(Struct, frozen=True):
@@ -110,6 +111,7 @@ class Delivered(Struct):
 
     ``live`` is the bitmap of slots that have one; ``ids`` is indexed by slot; ``sole`` is the only client concerned,
     or -1 if there may be several. ``starts`` own the slot from this iteration on; ``ends`` follow the tokens.
+    ``logprobs`` may also be of others, and of prompts that this iteration computed a part of.
     """
 
     replica: int
@@ -119,6 +121,7 @@ class Delivered(Struct):
     sole: int
     starts: list[tuple[int, Sequence]] = []
     ends: list[Ended] = []
+    logprobs: list[tuple[Sequence, Logprobs]] = []
 
 
 class Rejected(Struct, frozen=True):

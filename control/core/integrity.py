@@ -22,6 +22,9 @@ def check_integrity(engine: Engine) -> None:
         check_replica(replica)
     located = Counter(s for r in engine.replicas.values() for s in [*r.running, *r.settling, *r.waiting])
     located.update(engine.homeless)
+    for leader, followers in engine.parked.items():
+        _require(leader.phase is not Phase.DONE, f"{len(followers)} wait for {leader}, which has ended")
+        located.update(followers)
     for owner, requests in engine.requests.items():
         for key, seq in requests.items():
             _require(seq.owner == owner and seq.key == key, f"{seq} is filed under {owner}/{key}")

@@ -17,7 +17,8 @@ from operator import attrgetter
 
 from ..wire import BatchPlan, Register, Result
 from ..wire.digest import audit_digest, audited, is_audited
-from .blocks import BlockPool
+from . import logprobs
+from .blocks import NO_MATCH, BlockPool
 from .events import Delivered, Ended, Limits, OutOfStep, SendPlan
 from .lane import Lane
 from .policy import Chunks, stall_free
@@ -116,7 +117,8 @@ class Replica:
     def _place(self, seq: Sequence) -> bool:
         pool = self.pool
         known = len(seq.tokens) >> 2
-        match = pool.match(seq.tokens, seq.salt)
+        # Log-probabilities of a prompt need every position computed.
+        match = pool.match(seq.tokens, seq.salt) if seq.sampling.prompt_logprobs < 0 else NO_MATCH
         need = -(-known // pool.block_size) - match.blocks
         spare = len(pool.free) + pool.evictable - match.idle - need
         if spare < 0 or (spare < self.watermark and pool.held):
@@ -381,6 +383,8 @@ class Replica:
         width = len(self.owners)
         if len(ids) & 3 or len(ids) > 4 * width or len(ids) < 4 * _span(live):
             return OutOfStep(self.index, f"step {result.step}: {len(ids)} bytes of ids do not cover its rows")
+        if result.logprobs and (fault := logprobs.fault(result, self.owners)) is not None:
+            return OutOfStep(self.index, f"step {result.step}: {fault}")
         self.inflight.popleft()
         lane = record.lane
         lane.in_flight -= 1
@@ -392,6 +396,8 @@ class Replica:
             self.ended = []
         if record.finals or record.late:
             self._collect(record, ids, delivered)
+        if result.logprobs:
+            delivered.logprobs = logprobs.settle(result, self.owners)
         if result.stopped:
             owners = self.owners
             for slot in array("H", result.stopped):

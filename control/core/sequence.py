@@ -64,6 +64,7 @@ class Sequence:
         "stop_ids",
         "table",
         "tokens",
+        "told",
     )
 
     def __init__(self, order: int, owner: int, submit: Submit, max_len: int) -> None:
@@ -78,6 +79,7 @@ class Sequence:
         self.sampling: Sampling = submit.sampling
         self.stop_ids = submit.stop_ids
         self.salt = submit.salt
+        self.told = 1  #: first prompt token whose log-probability has not been told, if they are wanted
         self.phase = Phase.WAITING
         self.computed = 0  #: up to date in PREFILL only; see ``planned``
         self.cached = 0  #: tokens found in the prefix cache at the first admission

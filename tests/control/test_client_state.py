@@ -1,7 +1,8 @@
 """The client's state under a random control process: restarts, lost ticks, pauses, reused slots, refusals.
 
 The control process here gives each request, as its next token, the number of tokens that it has: a token that were
-lost, repeated or given to the wrong request would break the row.
+lost, repeated or given to the wrong request would break the row. The same holds for log-probabilities, of which those
+of the prompt come anew with each submission that asks for them.
 """
 
 from array import array
@@ -18,6 +19,7 @@ from evenflow.control.wire import (
     Submit,
     Tick,
     ToClient,
+    TokenLogprobs,
     Unknown,
     Welcome,
 )
@@ -29,11 +31,20 @@ SLOTS = 3
 LENGTH = 12
 
 
+def logprobs(key: int, start: int, count: int) -> TokenLogprobs:
+    """Of ``count`` tokens, each with one alternative; its value is the token's index."""
+    values = array("f", range(start, start + count))
+    ranks = array("I", range(start, start + count))
+    return TokenLogprobs(key, start, values.tobytes(), ranks.tobytes(), ranks.tobytes(), values.tobytes())
+
+
 class Job:
     def __init__(self, submit: Submit) -> None:
         self.submit = submit
         self.tokens = len(submit.tokens) // 4
         self.slot: int | None = None
+        #: The prompt's first token without log-probabilities.
+        self.told = 1 if submit.sampling.prompt_logprobs >= 0 else submit.prompt_len
 
 
 class Connection:
@@ -64,11 +75,12 @@ class ClientAndControl(RuleBasedStateMachine):
         self.current().to_control += self.state.outbox
         self.state.outbox.clear()
 
-    @rule(prompt=st.integers(1, 3))
-    def submit(self, prompt: int) -> None:
+    @rule(prompt=st.integers(1, 5), wanted=st.booleans())
+    def submit(self, prompt: int, wanted: bool) -> None:
         if len(self.state.requests) < 5:
             tokens = array("I", [7] * prompt).tobytes()
-            self.asked.append(self.state.submit(tokens, name="r", max_tokens=LENGTH, sampling=Sampling()))
+            sampling = Sampling(logprobs=1, prompt_logprobs=1) if wanted else Sampling()
+            self.asked.append(self.state.submit(tokens, name="r", max_tokens=LENGTH, sampling=sampling))
 
     @rule(which=st.integers(0, 9))
     def abort(self, which: int) -> None:
@@ -105,6 +117,7 @@ class ClientAndControl(RuleBasedStateMachine):
         starts: dict[int, int] = {}
         live: dict[int, int] = {}
         ends: list[End] = []
+        told: list[TokenLogprobs] = []
         owners = {job.slot: job for job in connection.jobs.values() if job.slot is not None}
         for slot in range(SLOTS):
             if not lanes >> slot & 1:
@@ -114,17 +127,25 @@ class ClientAndControl(RuleBasedStateMachine):
                 job = next((job for job in connection.jobs.values() if job.slot is None), None)
                 if job is None:
                     continue
+                if job.told < job.submit.prompt_len:
+                    # A chunk of the prompt.
+                    count = min(2, job.submit.prompt_len - job.told)
+                    told.append(logprobs(job.submit.key, job.told, count))
+                    job.told += count
+                    continue
                 job.slot = slot
                 starts[slot] = job.submit.key
             live[slot] = 1000 + job.tokens
+            if job.submit.sampling.logprobs >= 0:
+                told.append(logprobs(job.submit.key, job.tokens, 1))
             job.tokens += 1
             made = job.tokens - job.submit.prompt_len
             if made == LENGTH:
                 ends.append(End(job.submit.key, slot, "length", made))
                 del connection.jobs[job.submit.key]
-        if not live:
+        if not live and not told:
             return
-        size = max(live) + 1
+        size = max(live, default=-1) + 1
         ids = [live.get(slot, 0xFFFF) for slot in range(size)] if dense else [live[slot] for slot in sorted(live)]
         tick = Tick(
             connection.sequence,
@@ -135,6 +156,7 @@ class ClientAndControl(RuleBasedStateMachine):
             array("H", starts.keys()).tobytes(),
             array("Q", starts.values()).tobytes(),
             ends,
+            logprobs=told,
         )
         connection.sequence += 1
         if lost:
@@ -187,6 +209,13 @@ class ClientAndControl(RuleBasedStateMachine):
             assert request.received.tolist() == list(range(first, first + len(request.received)))
             if request.finish is not None and request.finish.reason == "length":
                 assert len(request.received) == LENGTH
+            if request.logprobs is not None and request.prompt_logprobs is not None:
+                end = request.prompt_len + len(request.received)
+                assert request.logprobs.values.tolist() == list(range(request.prompt_len, end))
+                told = request.prompt_logprobs.values.tolist()
+                assert told == list(range(1, 1 + len(told)))
+                if request.received:
+                    assert len(told) == request.prompt_len - 1
 
     def teardown(self) -> None:
         if not hasattr(self, "asked"):
@@ -207,3 +236,49 @@ class ClientAndControl(RuleBasedStateMachine):
 
 TestClientAndControl = ClientAndControl.TestCase
 TestClientAndControl.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def test_a_prompt_whose_logprobs_all_came_is_continued_without_them() -> None:
+    """So that it may be read from the prefix cache."""
+    state = ClientState("test")
+    state.start(0.0)
+    state.receive(Welcome(PROTOCOL_VERSION, 1, "m", True, 100, 5000, 16, 100, 8, 8), 0.0)
+    sampling = Sampling(1.0, seed=5, logprobs=1, prompt_logprobs=1)
+    request = state.submit(array("I", [7, 8, 9]).tobytes(), name="r", sampling=sampling)
+    leader = state.submit(array("I", [7, 8, 9]).tobytes(), name="r", sampling=sampling, leader=request)
+    state.receive(Tick(0, 0, b"", False, b"", logprobs=[logprobs(request.key, 1, 1)]), 0.0)
+    for instance, first, wanted in [(2, 1, 1), (3, 2, -1)]:
+        state.outbox.clear()
+        state.receive(Unknown(), 0.0)
+        state.receive(Welcome(PROTOCOL_VERSION, instance, "m", True, 100, 5000, 16, 100, 8, 8), 0.0)
+        submits = [message for message in state.outbox if isinstance(message, Submit)]
+        assert [(s.key, s.leader, s.sampling.prompt_logprobs) for s in submits] == [
+            (request.key, None, wanted),
+            (leader.key, request.key, 1),
+        ]
+        assert submits[0].sampling.seed == 5 and submits[0].sampling.logprobs == 1
+        state.receive(Tick(0, 0, b"", False, b"", logprobs=[logprobs(request.key, first, 3 - first)]), 0.0)
+    assert request.prompt_logprobs is not None and request.prompt_logprobs.ranks.tolist() == [1, 2]
+    found = request.prompt_logprobs.read([8, 9], 0)
+    assert [(row.id, row.logprob, row.rank, row.top) for row in found] == [
+        (8, 1.0, 1, ((1, 1.0),)),
+        (9, 2.0, 2, ((2, 2.0),)),
+    ]
+
+
+def test_logprobs_that_contradict_themselves_are_left_out() -> None:
+    state = ClientState("test")
+    state.start(0.0)
+    state.receive(Welcome(PROTOCOL_VERSION, 1, "m", True, 100, 5000, 16, 100, 8, 8), 0.0)
+    request = state.submit(array("I", [7, 8]).tobytes(), name="r", sampling=Sampling(logprobs=1))
+    four = b"\0" * 4
+    wrong = [
+        TokenLogprobs(request.key, 2, four, b""),
+        TokenLogprobs(request.key, 2, four, four, four * 2, four * 2),
+        TokenLogprobs(request.key, 2, four[:3], four[:3], four[:3], four[:3]),
+        TokenLogprobs(request.key, 3, four, four, four, four),
+        TokenLogprobs(request.key, 1, four, four, four, four),
+        TokenLogprobs(99, 2, four, four, four, four),
+    ]
+    state.receive(Tick(0, 0, b"", False, b"", logprobs=wrong), 0.0)
+    assert state.connected and request.logprobs is not None and not len(request.logprobs)

@@ -25,6 +25,7 @@ from evenflow.control.wire import NO_SLOT, Result, Sampling, Start, Submit, Tick
 from evenflow.dataplane.batch import Runner
 from evenflow.dataplane.executor import Limits as WorkerLimits
 from evenflow.dataplane.simulated.loopback import LoopbackReplica
+from logprob_worker import LogprobWorker, Row
 
 
 def u32(tokens: list[int] | tuple[int, ...]) -> bytes:
@@ -39,6 +40,8 @@ class StreamClient:
         self.tokens: dict[int, list[int]] = {}
         self.ended: dict[int, tuple[str, str]] = {}
         self.cached: dict[int, int] = {}
+        #: By key and index of the token in its sequence.
+        self.logprobs: dict[int, dict[int, Row]] = {}
         self.sequence = 0
 
     def take(self, tick: Tick) -> None:
@@ -54,6 +57,15 @@ class StreamClient:
             key = self.slots[tick.replica, slot]
             assert key not in self.ended, f"{key} gets a token after its end"
             self.tokens[key].append(ids[slot] if tick.dense else ids[i])
+        for told in tick.logprobs:
+            assert told.key not in self.ended, f"{told.key} gets log-probabilities after its end"
+            values, ranks = array("f", told.values), array("I", told.ranks)
+            width = len(told.top_ids) // len(told.values)
+            top = list(zip(array("I", told.top_ids), array("f", told.top_values), strict=True))
+            known = self.logprobs.setdefault(told.key, {})
+            for i, (value, rank) in enumerate(zip(values, ranks, strict=True)):
+                assert told.start + i not in known, f"{told.key} gets token {told.start + i} twice"
+                known[told.start + i] = (value, rank, tuple(top[i * width : (i + 1) * width]))
         for end in tick.ends:
             if end.slot != NO_SLOT:
                 assert self.slots.pop((tick.replica, end.slot)) == end.key
@@ -93,6 +105,7 @@ class InProcess:
             for _ in range(replicas)
         ]
         self.results: list[deque[Result]] = [deque() for _ in range(replicas)]
+        self.logprobs = [LogprobWorker() for _ in range(replicas)]
         self.digests: dict[tuple[int, int, int], int | None] = {}
         self.epochs = [0] * replicas
         self.plans: list[SendPlan] = []
@@ -118,6 +131,7 @@ class InProcess:
         )
         self.replicas[replica].start(start)
         self.results[replica].clear()
+        self.logprobs[replica] = LogprobWorker()
         self.step(ReplicaUp(replica, start.epoch, self.stages, start.num_blocks, start.num_slots))
 
     def crash(self, replica: int, keep_results: bool = False) -> None:
@@ -138,6 +152,7 @@ class InProcess:
         stop_ids: tuple[int, ...] = (),
         min_tokens: int = 0,
         salt: bytes = b"",
+        leader: int | None = None,
     ) -> None:
         received = received or []
         client = self.clients.setdefault(owner, StreamClient())
@@ -152,6 +167,7 @@ class InProcess:
             stop_ids,
             min_tokens,
             salt,
+            leader,
         )
         self.step(Submitted(owner, message))
 
@@ -168,6 +184,7 @@ class InProcess:
                 decodes = sum(byte.bit_count() for byte in plan.decodes)
                 assert 0 < decodes + sum(chunk_tokens) == effect.tokens <= self.limits.token_budget
                 self.digests[effect.replica, plan.epoch, plan.step] = effect.digest
+                self.logprobs[effect.replica].accept(effect.registers, plan)
                 self.replicas[effect.replica].submit([encode(m) for m in [*effect.registers, plan]])
             elif isinstance(effect, Delivered):
                 for owner, tick in self.fanout.ticks(effect):
@@ -204,7 +221,7 @@ class InProcess:
         expected = self.digests[replica, result.epoch, result.step]
         assert result.digest == expected, f"step {result.step}: stage {stage} audits differently"
         if stage == self.stages - 1:
-            self.results[replica].append(result)
+            self.results[replica].append(self.logprobs[replica].complete(result))
 
     def _deliver(self, replica: int, _: int) -> None:
         assert self.replicas[replica].deliver_ids()
@@ -232,10 +249,14 @@ class InProcess:
         ended = self.clients[owner].ended.get(key)
         return None if ended is None else ended[0]
 
+    def logprobs_of(self, key: int, owner: int = 0) -> dict[int, Row]:
+        """By index of the token in the sequence."""
+        return self.clients[owner].logprobs.get(key, {})
+
     def assert_idle(self) -> None:
         """Nothing runs, nothing leaks."""
         check_integrity(self.engine)
-        assert not self.engine.requests and not self.engine.homeless
+        assert not self.engine.requests and not self.engine.homeless and not self.engine.parked
         for replica in self.engine.replicas.values():
             assert not replica.running and not replica.waiting and not replica.settling and not replica.inflight
             assert replica.pool.available == replica.pool.num_blocks

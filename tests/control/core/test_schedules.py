@@ -1,7 +1,8 @@
 """Random schedules over the core: any order of arrivals, aborts, results, deaths and restarts, on small pools.
 
 After every step the integrity check runs (inside ``InProcess``). At the end every request has finished, with the
-tokens of an undisturbed run, and nothing is held. ``EVENFLOW_SCHEDULES`` sets how many schedules are tried.
+tokens of an undisturbed run and each of their log-probabilities once, and nothing is held. ``EVENFLOW_SCHEDULES``
+sets how many schedules are tried.
 """
 
 import os
@@ -13,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from inprocess import InProcess
+from logprob_worker import logprob_of
 
 VOCAB = 40
 SCHEDULES = int(os.environ.get("EVENFLOW_SCHEDULES", "500"))
@@ -23,6 +25,8 @@ class Schedules(RuleBasedStateMachine):
         super().__init__()
         self.down: list[int] = []
         self.wanted: dict[int, tuple[int, list[int], str]] = {}
+        self.prompts: dict[int, list[int]] = {}
+        self.reports: dict[int, tuple[Sampling, int]] = {}
         self.aborted: set[int] = set()
         self.crashes = 0
 
@@ -73,8 +77,27 @@ class Schedules(RuleBasedStateMachine):
 
         self.server = InProcess(limits, runner, stages=stages, replicas=replicas, num_slots=seqs + extra_slots)
 
-    @rule(data=st.data(), owner=st.integers(0, 2), seeded=st.booleans(), stops=st.booleans(), again=st.booleans())
-    def submit(self, data: st.DataObject, owner: int, seeded: bool, stops: bool, again: bool) -> None:
+    @rule(
+        data=st.data(),
+        owner=st.integers(0, 2),
+        seeded=st.booleans(),
+        stops=st.booleans(),
+        again=st.booleans(),
+        logprobs=st.sampled_from([-1, -1, 0, 2]),
+        prompt_logprobs=st.sampled_from([-1, -1, -1, 0, 1]),
+        leader=st.none() | st.integers(0, 4),
+    )
+    def submit(
+        self,
+        data: st.DataObject,
+        owner: int,
+        seeded: bool,
+        stops: bool,
+        again: bool,
+        logprobs: int,
+        prompt_logprobs: int,
+        leader: int | None,
+    ) -> None:
         key = len(self.wanted)
         longest = min(self.length - 2, max(8, 3 * self.budget))
         size = data.draw(st.integers(1, longest))
@@ -82,8 +105,14 @@ class Schedules(RuleBasedStateMachine):
         fresh = data.draw(st.integers(1, 1 << 30))
         prompt = [(7 * i + 3) % VOCAB for i in range(shared)]
         prompt += [(fresh >> i % 24) * (i + 1) % VOCAB for i in range(size - shared)]
+        if leader is not None:
+            # Mostly a sibling, as for n > 1; now and then a stranger, or somebody who has ended.
+            leader = key - 1 - leader
+            if leader in self.prompts and fresh % 8:
+                owner, prompt = self.wanted[leader][0], self.prompts[leader]
+                size = len(prompt)
         count = data.draw(st.integers(1, min(self.length - size, 30)))
-        sampling = Sampling(1.0, 0, 1.0, fresh, 0) if seeded else Sampling()
+        sampling = Sampling(1.0 if seeded else 0.0, 0, 1.0, fresh, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
         stop_ids = (data.draw(st.integers(0, VOCAB - 1)),) if stops else ()
         min_tokens = data.draw(st.integers(0, 4)) if stops else 0
         wanted = shadow_tokens(
@@ -92,6 +121,8 @@ class Schedules(RuleBasedStateMachine):
         received = wanted[: data.draw(st.integers(0, len(wanted) - 1))] if again else []
         ends = "stop" if wanted[-1] in stop_ids and len(wanted) >= min_tokens else "length"
         self.wanted[key] = (owner, wanted, ends)
+        self.prompts[key] = prompt
+        self.reports[key] = (sampling, size + len(received))
         self.server.submit(
             key,
             prompt,
@@ -101,6 +132,7 @@ class Schedules(RuleBasedStateMachine):
             sampling=sampling,
             stop_ids=stop_ids,
             min_tokens=min_tokens,
+            leader=None if leader is None or leader < 0 else leader,
         )
 
     @precondition(lambda self: self.wanted)
@@ -150,7 +182,22 @@ class Schedules(RuleBasedStateMachine):
                 assert key in self.aborted and got == wanted[: len(got)]
             else:
                 assert (got, reason) == (wanted, ends)
+            self.check_logprobs(key, owner, got, reason == "abort")
         self.server.assert_idle()
+
+    def check_logprobs(self, key: int, owner: int, got: list[int], aborted: bool) -> None:
+        """Each token that came has its own, with its value; so has each prompt token, unless an abort cut it off."""
+        (sampling, received), prompt = self.reports[key], self.prompts[key]
+        tokens = prompt + got
+        expected = {}
+        if sampling.prompt_logprobs >= 0:
+            expected = {i: logprob_of(prompt, i, sampling.prompt_logprobs) for i in range(1, len(prompt))}
+        told = self.server.logprobs_of(key, owner)
+        if aborted and not got[received - len(prompt) :]:
+            expected = {i: row for i, row in expected.items() if i in told}
+        if sampling.logprobs >= 0:
+            expected |= {i: logprob_of(tokens, i, sampling.logprobs) for i in range(received, len(tokens))}
+        assert told == expected, f"request {key}"
 
 
 TestSchedules = Schedules.TestCase
