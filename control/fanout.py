@@ -27,6 +27,18 @@ class Fanout:
         for place in [place for place, seq in self._owned.items() if seq.owner == owner]:
             del self._owned[place]
 
+    def sent(self, owner: int) -> int:
+        """How many ticks were made for this client: the number of the next one."""
+        return self._sent.get(owner, 0)
+
+    def renumber(self, owner: int, sequence: int) -> None:
+        """The next tick for this client is number ``sequence``: some were merged."""
+        self._sent[owner] = sequence
+
+    def owned_by(self, owner: int) -> dict[tuple[int, int], int]:
+        """The slots of this client's requests: replica and slot to key."""
+        return {place: seq.key for place, seq in self._owned.items() if seq.owner == owner}
+
     def ticks(self, delivered: Delivered) -> list[tuple[int, Tick]]:
         """One message for each client concerned."""
         replica = delivered.replica

@@ -12,7 +12,6 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import structlog
@@ -31,8 +30,11 @@ from .core.events import (
     Submitted,
 )
 from .core.integrity import IntegrityError, check_integrity
-from .fanout import Fanout
-from .sessions import MAX_BACKLOG, Session, Sessions
+from .delivery import Delivery, Sent
+from .intake import Intake
+from .merging import RETRY_S
+from .refusals import refuse_frame
+from .sessions import MAX_CLIENTS, MAX_REQUESTS, MAX_SUBSCRIBERS, Session, Sessions
 from .status import snapshot
 from .supervision import Action, Occur, Supervisor
 from .wire import (
@@ -51,12 +53,10 @@ from .wire import (
     decode_from_worker,
     encode,
 )
-from .wire.sockets import Socket, bind_router, close_context, new_context
+from .wire.sockets import bind_clients, bind_router, close_context, new_context
 
 log = structlog.get_logger("evenflow.control")
 
-#: Messages taken from a socket before the other gets its turn.
-BURST = 64
 TICK_S = 0.25
 
 
@@ -74,45 +74,8 @@ class ControlOptions:
     hang_timeout: float = 15.0
     drain_timeout: float = 30.0
     model_name: str | None = None
-
-
-class Intake:
-    """Reads a ROUTER whenever it has something. Its descriptor only signals changes, so after every send and every
-    read the socket is asked again."""
-
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, socket: Socket, take: Callable[[bytes, list[bytes]], None]
-    ) -> None:
-        self.socket = socket
-        self._loop = loop
-        self._take = take
-        self._scheduled = False
-        self._descriptor = int(socket.getsockopt(zmq.FD))
-        loop.add_reader(self._descriptor, self.drain)
-
-    def drain(self) -> None:
-        """Take in what is there, at most a burst of it."""
-        self._scheduled = False
-        for _ in range(BURST):
-            try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._take(frames[0], frames[1:])
-        self.kick()
-
-    def send(self, identity: bytes, frames: list[bytes]) -> None:
-        """Raises ``zmq.Again`` if the peer's queue is full, ``zmq.ZMQError`` if it is not connected."""
-        self.socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=True)
-        self.kick()
-
-    def kick(self) -> None:
-        if not self._scheduled and int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            self._scheduled = True
-            self._loop.call_soon(self.drain)
-
-    def close(self) -> None:
-        self._loop.remove_reader(self._descriptor)
+    #: Unfinished requests that one client may have.
+    max_requests: int = MAX_REQUESTS
 
 
 class ControlServer:
@@ -122,8 +85,8 @@ class ControlServer:
         self.options = options
         self.instance = secrets.randbits(63)
         self.engine: Engine | None = None
-        self.fanout = Fanout()
         self.sessions = Sessions()
+        self.delivery = Delivery(self.sessions, self._put, self._wake)
         self.supervisor = Supervisor(
             options.limits,
             replicas=options.replicas,
@@ -137,6 +100,7 @@ class ControlServer:
         )
         self.draining = False
         self.bad_frames = 0
+        self.replies_lost = 0  #: answers to peers without a session that could not be sent
         self.stopped = asyncio.Event()
         self._early: list[tuple[int, Submit]] = []  #: submissions before any replica was there
         self._check = os.environ.get("EVENFLOW_CHECK") == "1"
@@ -147,9 +111,10 @@ class ControlServer:
         self._ticked = time.monotonic()
         self._deadline: float | None = None
         self._loop = loop
+        self._care_at: asyncio.TimerHandle | None = None
         self._context = new_context()
         self._workers = Intake(loop, bind_router(self._context, options.workers, hwm=65_536), self._from_worker)
-        self._clients = Intake(loop, bind_router(self._context, options.clients), self._from_client)
+        self._clients = Intake(loop, bind_clients(self._context, options.clients), self._from_client)
 
     # ---- workers ---------------------------------------------------------------------------------------------
 
@@ -199,10 +164,7 @@ class ControlServer:
             if kind is SendPlan:
                 self._send_plan(effect, now)  # pyright: ignore[reportArgumentType]
             elif kind is Delivered:
-                for owner, tick in self.fanout.ticks(effect):  # pyright: ignore[reportArgumentType]
-                    session = self.sessions.by_owner.get(owner)
-                    if session is not None:
-                        self._tell(session, encode(tick))
+                self.delivery.deliver(effect, now)  # pyright: ignore[reportArgumentType]
             elif isinstance(effect, Rejected):
                 session = self.sessions.by_owner.get(effect.owner)
                 if session is not None:
@@ -233,8 +195,7 @@ class ControlServer:
             check_integrity(engine)
         except IntegrityError as error:
             log.error("integrity check failed", problem=str(error))
-        if self.draining:
-            self._finish()
+        self._finish_if_idle()
 
     # ---- clients ---------------------------------------------------------------------------------------------
 
@@ -247,7 +208,7 @@ class ControlServer:
             message = decode_from_client(frames[0] if len(frames) == 1 else b"")
         except WireError as error:
             self._complain("clients", error)
-            self._reply(identity, encode(Refused(None, "protocol", "", str(error)[:1000])))
+            self._reply(identity, encode(refuse_frame(frames[0] if len(frames) == 1 else b"", error)))
             return
         if isinstance(message, ClientHello):
             self._hello(identity, message, now)
@@ -262,23 +223,39 @@ class ControlServer:
         elif isinstance(message, Status):
             self._tell(session, encode(self._status(message.nonce)))
         elif isinstance(message, Subscribe):
-            session.interval, session.due = message.interval_ms / 1000, now
+            self._subscribe(session, message, now)
 
     def _hello(self, identity: bytes, hello: ClientHello, now: float) -> None:
         if hello.version != PROTOCOL_VERSION:
             text = f"protocol version {hello.version}, this control process speaks {PROTOCOL_VERSION}"
             self._reply(identity, encode(Refused(None, "protocol", "version", text)))
             return
-        session, old = self.sessions.open(identity, hello.name, now)
-        if old is not None:
+        known = identity in self.sessions.by_identity
+        if not known and len(self.sessions.by_owner) >= MAX_CLIENTS:
+            text = f"{MAX_CLIENTS} clients are connected, the most that may"
+            self._reply(identity, encode(Refused(None, "overloaded", "", text, 1000)))
+            return
+        session, before = self.sessions.open(identity, hello.name, now, hello.session)
+        for old in before:
             self._lost(old)
-        self._tell(session, self._welcome())
+        self._describe(session, "welcome", self._welcome(session))
+
+    def _subscribe(self, session: Session, message: Subscribe, now: float) -> None:
+        if message.interval_ms and not session.interval and self.sessions.subscribers >= MAX_SUBSCRIBERS:
+            text = f"{MAX_SUBSCRIBERS} clients have subscribed, the most that may: ask with Status instead"
+            self._tell(session, encode(Refused(None, "overloaded", "interval_ms", text)))
+            return
+        session.interval, session.due = message.interval_ms / 1000, now
 
     def _submit(self, session: Session, submit: Submit) -> None:
         if self.draining:
             seconds = max(1, round(self.options.drain_timeout))
             refused = Refused(submit.key, "draining", "", "the server is shutting down", seconds * 1000)
             self._tell(session, encode(refused))
+        elif self._unfinished(session) >= self.options.max_requests:
+            most = self.options.max_requests
+            text = f"this client has {most} unfinished requests, the most that one client may have"
+            self._tell(session, encode(Refused(submit.key, "overloaded", "key", text, 1000)))
         elif self.engine is None:
             if len(self._early) >= self.options.limits.max_queued:
                 refused = Refused(submit.key, "overloaded", "", "too many requests wait for the workers", 1000)
@@ -292,43 +269,52 @@ class ControlServer:
         self._early = [e for e in self._early if e[0] != session.owner]
         if self.engine is not None:
             self._step(OwnerLost(session.owner))
-        self.fanout.forget(session.owner)
+        self.delivery.forget(session)
 
-    def _cut(self, session: Session, reason: str) -> None:
-        log.warning("client cut off", client=session.name, reason=reason)
-        self.sessions.close(session)
-        self._lost(session)
+    def _unfinished(self, session: Session) -> int:
+        if self.engine is not None:
+            return len(self.engine.requests.get(session.owner, ()))
+        return sum(owner == session.owner for owner, _ in self._early)
+
+    def _put(self, identity: bytes, frame: bytes) -> Sent:
+        try:
+            self._clients.send(identity, [frame])
+        except zmq.Again:
+            return "full"
+        except zmq.ZMQError as error:
+            if error.errno != errno.EHOSTUNREACH:
+                raise
+            return "gone"
+        return "sent"
 
     def _tell(self, session: Session, frame: bytes) -> None:
-        backlog = session.backlog
-        if backlog:
-            backlog.append(frame)
-            self._flush(session)
-            if len(backlog) > MAX_BACKLOG and self.sessions.by_owner.get(session.owner) is session:
-                self._cut(session, f"it left {len(backlog)} messages unread")
-            return
-        try:
-            self._clients.send(session.identity, [frame])
-        except zmq.Again:
-            backlog.append(frame)
-        except zmq.ZMQError as error:
-            if error.errno != errno.EHOSTUNREACH:
-                raise
-            self._cut(session, "its connection is gone")
+        self.delivery.answer(session, frame, time.monotonic())
 
-    def _flush(self, session: Session) -> None:
-        backlog = session.backlog
-        try:
-            while backlog:
-                self._clients.send(session.identity, [backlog[0]])
-                backlog.popleft()
-        except zmq.Again:
-            return
-        except zmq.ZMQError as error:
-            if error.errno != errno.EHOSTUNREACH:
-                raise
-            backlog.clear()
-            self._cut(session, "its connection is gone")
+    def _describe(self, session: Session, what: str, frame: bytes) -> None:
+        self.delivery.describe(session, what, frame, time.monotonic())
+
+    def _wake(self) -> None:
+        if self._care_at is None:
+            self._care_at = self._loop.call_later(0 if self.delivery.doomed else RETRY_S, self._care)
+        elif self.delivery.doomed:
+            self._care_at.cancel()
+            self._care_at = self._loop.call_later(0, self._care)
+
+    def _care(self) -> None:
+        """Cut off who is doomed, and try again the queues that were full."""
+        self._care_at = None
+        delivery = self.delivery
+        delivery.retry(time.monotonic())
+        doomed, delivery.doomed = delivery.doomed, []
+        for session, why, reason in doomed:
+            if self.sessions.by_owner.get(session.owner) is session:
+                say = log.info if why == "gone" else log.warning
+                say("client cut off", client=session.name, reason=reason, requests=self._unfinished(session))
+                self.sessions.close(session)
+                self._lost(session)
+        if delivery.slow or delivery.doomed:
+            self._wake()
+        self._finish_if_idle()
 
     def _reply(self, identity: bytes, frame: bytes) -> None:
         """An answer to somebody without a session: it may be lost."""
@@ -337,8 +323,9 @@ class ControlServer:
         except zmq.ZMQError as error:
             if error.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
                 raise
+            self.replies_lost += 1
 
-    def _welcome(self) -> bytes:
+    def _welcome(self, session: Session) -> bytes:
         engine, supervisor = self.engine, self.supervisor
         limits, model = supervisor.limits, supervisor.model
         return encode(
@@ -354,14 +341,15 @@ class ControlServer:
                 0 if limits is None else limits.max_num_seqs,
                 0 if limits is None else limits.token_budget,
                 () if model is None else model.eos_ids,
+                session.secret,
+                self.options.max_requests,
             )
         )
 
     def _welcome_all(self) -> None:
         self._told_ready = self.supervisor.ready
-        frame = self._welcome()
         for session in list(self.sessions.by_owner.values()):
-            self._tell(session, frame)
+            self._describe(session, "welcome", self._welcome(session))
 
     def _status(self, nonce: int) -> StatusReply:
         model = self.supervisor.model
@@ -371,9 +359,13 @@ class ControlServer:
             self.options.model_name or ("" if model is None else model.model),
             self.supervisor.ready,
             self.draining,
-            snapshot(self.engine, self.supervisor, len(self.sessions.by_owner), self.bad_frames),
+            self._values(),
             [site.state for site in self.supervisor.sites],
         )
+
+    def _values(self) -> dict[str, float]:
+        values = snapshot(self.engine, self.supervisor, len(self.sessions.by_owner), self.bad_frames)
+        return {**values, **self.delivery.figures(), "client_replies_lost_total": self.replies_lost}
 
     # ---- time and end ----------------------------------------------------------------------------------------
 
@@ -385,18 +377,18 @@ class ControlServer:
         self._ticked = now
         if not late:
             self._act(self.supervisor.tick(now))
+        status: bytes | None = None
         for session in list(self.sessions.by_owner.values()):
-            if session.backlog:
-                self._flush(session)
             if session.interval and now >= session.due:
                 session.due = now + session.interval
-                self._tell(session, encode(self._status(0)))
+                status = status or encode(self._status(0))
+                self._describe(session, "status", status)
         if now - self._second >= 1.0:
             self._second = now
             self._act(self.supervisor.beat())
             self._welcome_all()
             for session in [] if late else self.sessions.silent(now):
-                self._cut(session, "it was silent")
+                self.delivery.doom(session, "silent", f"it said nothing for {now - session.seen:.0f} s")
         if self._deadline is not None and now >= self._deadline:
             log.warning("drain limit reached: what still runs is ended")
             self._finish()
@@ -413,7 +405,11 @@ class ControlServer:
         self._deadline = time.monotonic() + self.options.drain_timeout
         log.info("draining", requests=0 if self.engine is None else sum(map(len, self.engine.requests.values())))
         self._welcome_all()
-        if self.engine is None or not self.engine.requests:
+        self._finish_if_idle()
+
+    def _finish_if_idle(self) -> None:
+        """The end of draining: nothing runs, and nothing that can still be told waits."""
+        if self.draining and not self.delivery.slow and (self.engine is None or not self.engine.requests):
             self._finish()
 
     def _finish(self) -> None:

@@ -31,6 +31,8 @@ Socket = zmq.Socket[bytes]
 MAX_IPC_PATH = 107
 #: Messages in a socket's queue, each way and peer. Result, plan and tick are one message each.
 DEFAULT_HWM = 4096
+#: Messages on their way to one client, at each end: a client that reads too slowly gets few large ones soon.
+CLIENT_HWM = 256
 #: How soon a lost connection is tried again, in milliseconds, and the slowest retry.
 _RECONNECT_MS = 20
 _RECONNECT_MAX_MS = 500
@@ -75,20 +77,41 @@ def close_context(context: zmq.Context[Socket]) -> None:
 
 
 def bind_router(
-    context: zmq.Context[Socket], endpoint: str, *, handover: bool = True, hwm: int = DEFAULT_HWM
+    context: zmq.Context[Socket],
+    endpoint: str,
+    *,
+    handover: bool = True,
+    hwm: int = DEFAULT_HWM,
+    send_hwm: int | None = None,
 ) -> Socket:
-    """A ROUTER on ``endpoint``. With ``handover`` a peer that dials again under its old name replaces itself."""
+    """A ROUTER on ``endpoint``. With ``handover`` a peer that dials again under its old name replaces itself.
+    ``hwm`` bounds its queues, ``send_hwm`` those of what it sends."""
     router = _make(context, zmq.ROUTER, hwm)
+    if send_hwm is not None:
+        router.setsockopt(zmq.SNDHWM, send_hwm)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)
     router.setsockopt(zmq.ROUTER_HANDOVER, int(handover))
     return _bind(router, endpoint)
 
 
+def bind_clients(context: zmq.Context[Socket], endpoint: str) -> Socket:
+    """The control process's ROUTER for its clients."""
+    return bind_router(context, endpoint, send_hwm=CLIENT_HWM)
+
+
 def dial_dealer(
-    context: zmq.Context[Socket], endpoint: str, *, identity: bytes = b"", hwm: int = DEFAULT_HWM
+    context: zmq.Context[Socket],
+    endpoint: str,
+    *,
+    identity: bytes = b"",
+    hwm: int = DEFAULT_HWM,
+    receive_hwm: int | None = None,
 ) -> Socket:
-    """A DEALER to ``endpoint``, which need not exist yet. It dials again by itself whenever the peer is lost."""
+    """A DEALER to ``endpoint``, which need not exist yet. It dials again by itself whenever the peer is lost.
+    ``hwm`` bounds its queues, ``receive_hwm`` that of what it has not read."""
     dealer = _make(context, zmq.DEALER, hwm)
+    if receive_hwm is not None:
+        dealer.setsockopt(zmq.RCVHWM, receive_hwm)
     if identity:
         dealer.setsockopt(zmq.ROUTING_ID, identity)
     return _connect(dealer, endpoint)
@@ -96,7 +119,7 @@ def dial_dealer(
 
 def client_socket(context: zmq.Context[Socket], endpoint: str) -> Socket:
     """A client's DEALER to the control process."""
-    return dial_dealer(context, endpoint)
+    return dial_dealer(context, endpoint, receive_hwm=CLIENT_HWM)
 
 
 def bound_endpoint(socket: Socket) -> str:

@@ -9,7 +9,6 @@ import pytest
 import zmq
 from evenflow.control.core.events import Limits
 from evenflow.control.server import ControlOptions, ControlServer
-from evenflow.control.sessions import Session
 from evenflow.control.wire import Hello, Result, Started, Submit, Tick, decode_to_client
 
 
@@ -21,8 +20,8 @@ def test_tokens_are_told_before_their_slot_is_given_up(tmp_path: Path, monkeypat
         server = ControlServer(options, asyncio.get_running_loop())
         told: list[Tick] = []
 
-        def tell(_: Session, frame: bytes) -> None:
-            message = decode_to_client(frame)
+        def tell(_: bytes, frames: list[bytes]) -> None:
+            message = decode_to_client(frames[0])
             if isinstance(message, Tick):
                 told.append(message)
 
@@ -32,7 +31,7 @@ def test_tokens_are_told_before_their_slot_is_given_up(tmp_path: Path, monkeypat
             if gone:
                 raise zmq.ZMQError(errno.EHOSTUNREACH)
 
-        monkeypatch.setattr(server, "_tell", tell)
+        monkeypatch.setattr(server._clients, "send", tell)
         monkeypatch.setattr(server._workers, "send", send)
         try:
             hello = Hello(

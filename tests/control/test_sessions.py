@@ -7,17 +7,46 @@ def test_clients_are_numbered_and_found_both_ways() -> None:
     sessions = Sessions()
     a, before = sessions.open(b"a", "gateway", 1.0)
     b, _ = sessions.open(b"b", "", 2.0)
-    assert before is None and (a.owner, b.owner) == (0, 1)
+    assert before == [] and (a.owner, b.owner) == (0, 1)
     assert sessions.by_identity[b"a"] is sessions.by_owner[0] is a and a.name == "gateway"
 
 
 def test_a_second_hello_is_a_new_client_and_gives_back_the_old_one() -> None:
     sessions = Sessions()
     first, _ = sessions.open(b"a", "x", 1.0)
-    first.backlog.append(b"frame")
-    second, old = sessions.open(b"a", "x", 2.0)
-    assert old is first and second.owner != first.owner and not second.backlog
+    second, before = sessions.open(b"a", "x", 2.0)
+    assert before == [first] and second.owner != first.owner and second.secret != first.secret
     assert first.owner not in sessions.by_owner and sessions.by_identity[b"a"] is second
+
+
+def test_a_client_that_dials_again_names_its_session_and_gives_it_back() -> None:
+    sessions = Sessions()
+    first, _ = sessions.open(b"a", "x", 1.0)
+    other, _ = sessions.open(b"b", "y", 1.0)
+    second, before = sessions.open(b"c", "x", 2.0, first.secret)
+    assert before == [first] and list(sessions.by_owner) == [other.owner, second.owner]
+    _, before = sessions.open(b"d", "x", 3.0, first.secret)
+    assert before == [], "a secret is good once"
+
+
+def test_one_session_named_twice_is_ended_once() -> None:
+    sessions = Sessions()
+    first, _ = sessions.open(b"a", "x", 1.0)
+    _, before = sessions.open(b"a", "x", 2.0, first.secret)
+    assert before == [first]
+
+
+def test_secrets_are_not_zero_and_not_to_be_guessed() -> None:
+    sessions = Sessions()
+    secrets = {sessions.open(bytes([n]), "", 0.0)[0].secret for n in range(100)}
+    assert len(secrets) == 100 and 0 not in secrets and max(secrets) > 2**56 and max(secrets) < 2**63
+
+
+def test_subscribers_are_counted() -> None:
+    sessions = Sessions()
+    for n in range(3):
+        sessions.open(bytes([n]), "", 0.0)[0].interval = n / 2
+    assert sessions.subscribers == 2
 
 
 def test_numbers_are_never_used_again() -> None:

@@ -21,7 +21,7 @@ from evenflow.control.core.events import (
 )
 from evenflow.control.core.integrity import check_integrity
 from evenflow.control.fanout import Fanout
-from evenflow.control.wire import NO_SLOT, Result, Sampling, Start, Submit, Tick, decode_to_client, encode
+from evenflow.control.wire import NO_SLOT, Merged, Result, Sampling, Start, Submit, Tick, decode_to_client, encode
 from evenflow.dataplane.batch import Runner
 from evenflow.dataplane.executor import Limits as WorkerLimits
 from evenflow.dataplane.simulated.loopback import LoopbackReplica
@@ -74,6 +74,25 @@ class StreamClient:
                 self.ended[end.key] = (end.reason, end.message)
                 self.cached[end.key] = end.cached_tokens
                 assert end.output_tokens == len(self.tokens[end.key])
+
+    def take_merged(self, merged: Merged) -> None:
+        assert merged.sequence == self.sequence, "a tick is missing"
+        self.sequence += 1
+        for run in merged.runs:
+            assert run.key not in self.ended and run.ids, f"{run.key} gets a token after its end"
+            self.tokens[run.key] += array("I", run.ids)
+        for end in merged.ends:
+            assert end.slot == NO_SLOT and end.reason != "paused"
+            assert end.key not in self.ended, f"{end.key} ends twice"
+            self.ended[end.key] = (end.reason, end.message)
+            self.cached[end.key] = end.cached_tokens
+            assert end.output_tokens == len(self.tokens[end.key])
+        self.slots = {
+            (owned.replica, slot): key
+            for owned in merged.owned
+            for slot, key in zip(array("H", owned.slots), array("Q", owned.keys), strict=True)
+        }
+        assert len(set(self.slots.values())) == len(self.slots) and not set(self.slots.values()) & set(self.ended)
 
 
 class InProcess:
@@ -187,16 +206,20 @@ class InProcess:
                 self.logprobs[effect.replica].accept(effect.registers, plan)
                 self.replicas[effect.replica].submit([encode(m) for m in [*effect.registers, plan]])
             elif isinstance(effect, Delivered):
-                for owner, tick in self.fanout.ticks(effect):
-                    message = decode_to_client(encode(tick))
-                    assert isinstance(message, Tick)
-                    self.clients[owner].take(message)
+                self.tell(effect)
             elif isinstance(effect, OutOfStep):
                 raise AssertionError(effect.reason)
             else:
                 self.rejected.append(effect)
         if self.check:
             check_integrity(self.engine)
+
+    def tell(self, delivered: Delivered) -> None:
+        """Give every client its tick."""
+        for owner, tick in self.fanout.ticks(delivered):
+            message = decode_to_client(encode(tick))
+            assert isinstance(message, Tick)
+            self.clients[owner].take(message)
 
     # ---- the device side
 

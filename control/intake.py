@@ -1,0 +1,52 @@
+"""A ROUTER in the control process's event loop: read without futures, written without waiting."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import zmq
+
+from .wire.sockets import Socket
+
+#: Messages taken from a socket before the other gets its turn.
+BURST = 64
+
+
+class Intake:
+    """Reads a ROUTER whenever it has something. Its descriptor only signals changes, so after every send and every
+    read the socket is asked again."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, socket: Socket, take: Callable[[bytes, list[bytes]], None]
+    ) -> None:
+        self.socket = socket
+        self._loop = loop
+        self._take = take
+        self._scheduled = False
+        self._descriptor = int(socket.getsockopt(zmq.FD))
+        loop.add_reader(self._descriptor, self.drain)
+
+    def drain(self) -> None:
+        """Take in what is there, at most a burst of it."""
+        self._scheduled = False
+        for _ in range(BURST):
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._take(frames[0], frames[1:])
+        self.kick()
+
+    def send(self, identity: bytes, frames: list[bytes]) -> None:
+        """Raises ``zmq.Again`` if the peer's queue is full, ``zmq.ZMQError`` if it is not connected."""
+        self.socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=True)
+        self.kick()
+
+    def kick(self) -> None:
+        if not self._scheduled and int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._scheduled = True
+            self._loop.call_soon(self.drain)
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._descriptor)
