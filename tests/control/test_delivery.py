@@ -29,6 +29,7 @@ from evenflow.control.wire import (
     encode,
 )
 from inprocess import InProcess, StreamClient, u32
+from logprob_worker import logprob_of
 from shadow_server import advance, prompt, scrambled, shadow_server, wanted
 
 
@@ -115,9 +116,9 @@ def test_slow_clients_get_every_token_once_and_fast_ones_every_tick(
     asked: list[tuple[int, int, list[int], int]] = []
     for number in range(15):
         tokens, length, owner = prompt(3 + choose(40), number), 1 + choose(25), number % 3
-        # A key is used again when its request has ended, whether its client has read that or not.
-        key = number if number < 9 else 100 + number
-        server.submit(key, tokens, length, owner=owner)
+        key = number
+        sampling = Sampling(logprobs=2, prompt_logprobs=1) if number % 2 else None
+        server.submit(key, tokens, length, owner=owner, sampling=sampling)
         asked.append((owner, key, tokens, length))
     server.abort(1, owner=1)
     for turn in range(100_000):
@@ -141,7 +142,11 @@ def test_slow_clients_get_every_token_once_and_fast_ones_every_tick(
             assert server.reason(key, owner) == "abort"
             assert server.tokens(key, owner) == wanted(tokens, length)[: len(server.tokens(key, owner))]
         else:
-            assert server.reason(key, owner) == "length" and server.tokens(key, owner) == wanted(tokens, length)
+            got = server.tokens(key, owner)
+            assert server.reason(key, owner) == "length" and got == wanted(tokens, length)
+            known, rows = tokens + got, range(1, len(tokens) + length if key % 2 else 1)
+            expected = {i: logprob_of(known, i, 2 if i >= len(tokens) else 1) for i in rows}
+            assert server.logprobs_of(key, owner) == expected
     server.assert_idle()
 
 

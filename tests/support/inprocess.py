@@ -21,7 +21,18 @@ from evenflow.control.core.events import (
 )
 from evenflow.control.core.integrity import check_integrity
 from evenflow.control.fanout import Fanout
-from evenflow.control.wire import NO_SLOT, Merged, Result, Sampling, Start, Submit, Tick, decode_to_client, encode
+from evenflow.control.wire import (
+    NO_SLOT,
+    Merged,
+    Result,
+    Sampling,
+    Start,
+    Submit,
+    Tick,
+    TokenLogprobs,
+    decode_to_client,
+    encode,
+)
 from evenflow.dataplane.batch import Runner
 from evenflow.dataplane.executor import Limits as WorkerLimits
 from evenflow.dataplane.simulated.loopback import LoopbackReplica
@@ -57,15 +68,7 @@ class StreamClient:
             key = self.slots[tick.replica, slot]
             assert key not in self.ended, f"{key} gets a token after its end"
             self.tokens[key].append(ids[slot] if tick.dense else ids[i])
-        for told in tick.logprobs:
-            assert told.key not in self.ended, f"{told.key} gets log-probabilities after its end"
-            values, ranks = array("f", told.values), array("I", told.ranks)
-            width = len(told.top_ids) // len(told.values)
-            top = list(zip(array("I", told.top_ids), array("f", told.top_values), strict=True))
-            known = self.logprobs.setdefault(told.key, {})
-            for i, (value, rank) in enumerate(zip(values, ranks, strict=True)):
-                assert told.start + i not in known, f"{told.key} gets token {told.start + i} twice"
-                known[told.start + i] = (value, rank, tuple(top[i * width : (i + 1) * width]))
+        self._learn(tick.logprobs)
         for end in tick.ends:
             if end.slot != NO_SLOT:
                 assert self.slots.pop((tick.replica, end.slot)) == end.key
@@ -81,6 +84,7 @@ class StreamClient:
         for run in merged.runs:
             assert run.key not in self.ended and run.ids, f"{run.key} gets a token after its end"
             self.tokens[run.key] += array("I", run.ids)
+        self._learn(merged.logprobs)
         for end in merged.ends:
             assert end.slot == NO_SLOT and end.reason != "paused"
             assert end.key not in self.ended, f"{end.key} ends twice"
@@ -93,6 +97,17 @@ class StreamClient:
             for slot, key in zip(array("H", owned.slots), array("Q", owned.keys), strict=True)
         }
         assert len(set(self.slots.values())) == len(self.slots) and not set(self.slots.values()) & set(self.ended)
+
+    def _learn(self, entries: list[TokenLogprobs]) -> None:
+        for told in entries:
+            assert told.key not in self.ended, f"{told.key} gets log-probabilities after its end"
+            values, ranks = array("f", told.values), array("I", told.ranks)
+            width = len(told.top_ids) // len(told.values)
+            top = list(zip(array("I", told.top_ids), array("f", told.top_values), strict=True))
+            known = self.logprobs.setdefault(told.key, {})
+            for i, (value, rank) in enumerate(zip(values, ranks, strict=True)):
+                assert told.start + i not in known, f"{told.key} gets token {told.start + i} twice"
+                known[told.start + i] = (value, rank, tuple(top[i * width : (i + 1) * width]))
 
 
 class InProcess:
