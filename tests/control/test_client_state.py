@@ -8,6 +8,7 @@ of the prompt come anew with each submission that asks for them.
 from array import array
 
 from evenflow.control.client_state import ClientState, Request
+from evenflow.control.merging import Waiting
 from evenflow.control.wire import (
     PROTOCOL_VERSION,
     Abort,
@@ -22,6 +23,7 @@ from evenflow.control.wire import (
     TokenLogprobs,
     Unknown,
     Welcome,
+    decode_to_client,
 )
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -54,6 +56,8 @@ class Connection:
         self.known = False
         self.jobs: dict[int, Job] = {}
         self.sequence = 0
+        #: Who owned which slot after each tick.
+        self.owned: dict[int, dict[tuple[int, int], int]] = {}
         self.to_control: list[FromClient] = []
         self.to_client: list[ToClient] = []
 
@@ -158,9 +162,33 @@ class ClientAndControl(RuleBasedStateMachine):
             ends,
             logprobs=told,
         )
+        self.told(connection, tick, bool(lost))
+
+    def told(self, connection: Connection, tick: Tick, arrives: bool = True) -> None:
+        jobs = connection.jobs.values()
+        connection.owned[tick.sequence] = {(0, job.slot): job.submit.key for job in jobs if job.slot is not None}
         connection.sequence += 1
-        if lost:
+        if arrives:
             connection.to_client.append(tick)
+
+    @rule()
+    def control_merges(self) -> None:
+        """The last ticks that the client has not read become one, if none of them was lost."""
+        connection = self.current()
+        ticks: list[Tick] = []
+        while connection.to_client and isinstance(last := connection.to_client[-1], Tick):
+            if last.sequence != connection.sequence - 1 - len(ticks):
+                break
+            ticks.insert(0, last)
+            connection.to_client.pop()
+        if not ticks:
+            return
+        first = ticks[0].sequence
+        waiting = Waiting(0.0, connection.owned[first], ticks[0], first)
+        for tick in ticks[1:]:
+            waiting.hold(tick)
+        waiting.flush(lambda frame: connection.to_client.append(decode_to_client(frame)) is None, 0.0)
+        connection.sequence = waiting.sequence
 
     @rule(which=st.integers(0, 4))
     def control_pauses(self, which: int) -> None:
@@ -170,9 +198,8 @@ class ClientAndControl(RuleBasedStateMachine):
             job = running[which]
             assert job.slot is not None
             end = End(job.submit.key, job.slot, "paused")
-            connection.to_client.append(Tick(connection.sequence, 0, b"", False, b"", ends=[end]))
-            connection.sequence += 1
             job.slot = None
+            self.told(connection, Tick(connection.sequence, 0, b"", False, b"", ends=[end]))
 
     @rule()
     def control_restarts(self) -> None:
