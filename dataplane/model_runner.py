@@ -154,7 +154,7 @@ class ModelRunner:
             return np.empty(0, np.int64)
         # A row samples from its last token.
         last = batch.cu_q[batch.sampling.rows.astype(np.int64) + 1].astype(np.int64) - 1
-        return sample(self._stage.logits(x, torch.from_numpy(last)), _params(batch.sampling))
+        return sample(self._stage.logits(x, torch.from_numpy(last)), _drawn(batch.sampling))
 
     def _input(self, batch: StageBatch, hidden: NDArray[np.uint8] | None) -> Tensor:
         """The residual stream that enters the stage, with zero rows up to the padded count."""
@@ -207,6 +207,16 @@ def _tensor(array: NDArray[Any]) -> Tensor:
     return torch.from_numpy(np.array(array))
 
 
-def _params(rows: SamplingRows) -> list[SamplingParams]:
-    columns = (rows.temperature, rows.top_k, rows.top_p, rows.seed, rows.index, rows.position)
-    return [SamplingParams(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
+def _drawn(rows: SamplingRows) -> dict[int, SamplingParams]:
+    """Parameters of the rows that are not greedy."""
+    drawn: dict[int, SamplingParams] = {}
+    for row in np.flatnonzero(rows.temperature > 0.0).tolist():
+        drawn[row] = SamplingParams(
+            temperature=float(rows.temperature[row]),
+            top_k=int(rows.top_k[row]),
+            top_p=float(rows.top_p[row]),
+            seed=int(rows.seed[row]),
+            index=int(rows.index[row]),
+            position=int(rows.position[row]),
+        )
+    return drawn

@@ -1,13 +1,15 @@
-"""Choosing the next token: greedy, or temperature → top-k → top-p → a draw.
+"""Choosing the next token: greedy, or temperature → top-k → top-p → min-p → a draw.
 
 Each row is computed on its own from its logits, parameters and (seed, position, sample index), so its token depends
 neither on the batch nor on when or where the row runs. The draw is by the Gumbel-max rule: the kept token with the
-largest ``logit / temperature + g(token)``, where g comes from Philox with the counter (token id, position, sample
-index, 0) under the seed.
+largest ``logit / temperature + noise(token)`` (``noise``). Filters are thresholds on logits; what they need of a
+row's best tokens comes from a sorted *head* of some hundred tokens, or from the whole row where that is too short.
 
-Ties: greedy takes the lowest id; top-k and top-p keep every token that equals the last one kept.
+Ties: greedy takes the lowest id; top-k and top-p keep every token that equals the last one kept. A row whose largest
+logit is not finite (or that holds NaN) has no distribution: it takes the first NaN, else the first of the largest.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,78 +17,163 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .philox import philox4x32
+from .noise import BLOCK, LARGEST, Int64, Keys, block_minima, exponentials
 
-Float64 = NDArray[np.float64]
-Int64 = NDArray[np.int64]
+Float32 = NDArray[np.float32]
 
-#: The largest value of ``gumbel``, rounded up: -log(-log1p(-2**-33)).
-_GUMBEL_MAX = 22.88
-#: Candidates looked at before falling back to the whole vocabulary.
-_HEAD = 1024
+#: Blocks whose largest logits bound the head from below: it has at least as many tokens.
+_HEAD = 256
+#: Blocks of noise made together: the generator's arrays stay in the second-level cache.
+_GROUP = 16_384
+#: Below any noise: the least of a block and an exponential of its own, both at their largest.
+_LEAST_NOISE = -float(np.log(LARGEST / BLOCK + LARGEST)) - 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """One row's parameters. ``temperature`` 0 is greedy; ``top_k`` <= 0 and ``top_p`` >= 1 are off."""
+    """One row's draw. ``top_k`` <= 0, ``top_p`` >= 1 and ``min_p`` <= 0 are off; ``temperature`` > 0.
 
-    temperature: float = 0.0
+    ``position`` is the index of the drawn token in its sequence.
+    """
+
+    temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
     seed: int = 0
     index: int = 0
     position: int = 0
 
 
-def sample(logits: Tensor, params: list[SamplingParams]) -> Int64:
-    """One token id for each row of ``logits`` (float32[S, V])."""
-    ids = torch.argmax(logits, dim=-1).numpy()
-    for row, wanted in enumerate(params):
-        if wanted.temperature > 0.0:
-            ids[row] = _draw(logits[row], wanted)
+def sample(logits: Tensor, drawn: Mapping[int, SamplingParams]) -> Int64:
+    """One token id for each row of ``logits`` (float32[S, V], contiguous); rows not in ``drawn`` are greedy."""
+    values = logits.numpy()
+    # Many times faster than torch's on a CPU, and said to take the first of equals.
+    ids = values.argmax(axis=1).astype(np.int64)
+    if not drawn:
+        return ids
+    best = values[np.arange(len(ids)), ids]
+    rows = np.array([row for row in sorted(drawn) if np.isfinite(best[row])], np.int64)
+    if not len(rows):
+        return ids
+    vocabulary = logits.shape[1]
+    padding = -vocabulary % BLOCK
+    if padding:
+        logits = torch.nn.functional.pad(logits, (0, padding), value=-torch.inf)
+    blocked = logits.view(len(ids), -1, BLOCK)
+    peaks = torch.amax(blocked, dim=-1).numpy()
+    group = max(1, _GROUP // blocked.shape[1])
+    for begin in range(0, len(rows), group):
+        part = rows[begin : begin + group]
+        params = [drawn[row] for row in part.tolist()]
+        floors = [
+            _floor(values[row], peaks[row], float(best[row]), own) for row, own in zip(part, params, strict=True)
+        ]
+        ids[part] = _draw(blocked.numpy(), peaks, part, best[part], np.array(floors, np.float32), params)
     return ids
 
 
-def gumbel(tokens: Int64, params: SamplingParams) -> Float64:
-    """Standard Gumbel noise of these token ids for this row."""
-    words = philox4x32(tokens.astype(np.uint32), (params.position, params.index, 0), params.seed)[:, 0]
-    uniform = (words.astype(np.float64) + 0.5) * 2.0**-32
-    return -np.log(-np.log1p(-uniform))
+def keys_of(params: list[SamplingParams]) -> Keys:
+    """What the noise of these rows is keyed by."""
+    columns = ([p.seed for p in params], [p.position for p in params], [p.index for p in params])
+    return Keys(*(np.array(column, np.uint64) for column in columns))
 
 
-def _draw(logits: Tensor, params: SamplingParams) -> int:
-    vocabulary = len(logits)
-    head = torch.topk(logits, min(_HEAD, vocabulary)).values.numpy().astype(np.float64)
-    if not np.isfinite(head[0]):
-        return int(torch.argmax(logits))
+def _draw(
+    blocked: Float32, peaks: Float32, rows: Int64, best: Float32, floors: Float32, params: list[SamplingParams]
+) -> Int64:
+    """The token of each of ``rows``: the one with the largest sum of scaled logit and noise at or above its floor.
+
+    A block's sum is bounded by its largest logit and its largest noise. The bar that a block must reach is the
+    largest of sums that are known to be reached: that of each block's token with the largest noise, and the best
+    logit with the least noise there is.
+    """
+    count, blocks = len(rows), peaks.shape[1]
     # Relative to the largest, in float64: no temperature, however small, makes this overflow into NaN.
-    raw = logits.numpy().astype(np.float64)
+    top = best.astype(np.float64)[:, None]
+    temperature = np.array([p.temperature for p in params])[:, None]
+    keys = keys_of(params)
+    least, place = block_minima(keys, blocks)
+    noise = -np.log(least)
+    high = peaks[rows]
+    loud = blocked[rows[:, None], np.arange(blocks), place]
     with np.errstate(over="ignore"):
-        scaled = (raw - head[0]) / params.temperature
-        head = (head - head[0]) / params.temperature
-    floor = -np.inf
-    if 0 < params.top_k < vocabulary:
-        floor = head[params.top_k - 1] if params.top_k <= len(head) else np.sort(scaled)[-params.top_k]
-    if params.top_p < 1.0:
-        floor = max(floor, _nucleus_floor(scaled, head, floor, params.top_p))
-    if floor > head[-1]:
-        kept = np.flatnonzero(scaled >= floor)
-    else:
-        # Noise only for tokens that can still win: those within the largest noise of the best of the head.
-        best = np.flatnonzero(scaled >= max(floor, head[min(63, len(head) - 1)]))
-        bar = float(np.max(scaled[best] + gumbel(best, params))) - _GUMBEL_MAX
-        kept = np.flatnonzero(scaled >= max(floor, bar))
-    return int(kept[np.argmax(scaled[kept] + gumbel(kept, params))])
+        reached = (loud - top) / temperature + noise
+        bounds = (high - top) / temperature + noise
+    reached[loud < floors[:, None]] = _LEAST_NOISE
+    bars = np.maximum(reached.max(axis=1), _LEAST_NOISE)
+    row, block = np.nonzero((bounds >= bars[:, None]) & (high >= floors[:, None]))
+    # The tokens of these blocks that can still win.
+    logits = blocked[rows[row], block]
+    with np.errstate(over="ignore"):
+        scaled = (logits - top[row]) / temperature[row]
+    candidate, token = np.nonzero(
+        (logits >= floors[row, None]) & (scaled + noise[row, block][:, None] >= bars[row, None])
+    )
+    scaled, row, block = scaled[candidate, token], row[candidate], block[candidate]
+    ids = block * BLOCK + token
+    exponential = least[row, block]
+    exponential += np.where(token == place[row, block], 0.0, exponentials(keys.take(row), ids))
+    total = scaled - np.log(exponential)
+    ends = np.searchsorted(row, np.arange(1, count + 1))
+    begins = np.concatenate(([0], ends[:-1]))
+    return np.array([ids[a + total[a:b].argmax()] for a, b in zip(begins.tolist(), ends.tolist(), strict=True)])
 
 
-def _nucleus_floor(scaled: Float64, head: Float64, floor: float, top_p: float) -> float:
-    """The value of the last token in the smallest set, in descending order, that holds ``top_p`` of the mass."""
-    total = float(np.exp(scaled[scaled >= floor]).sum())
-    for descending in (head, None):
-        values = np.sort(scaled)[::-1] if descending is None else descending
-        values = values[values >= floor]
-        mass = np.cumsum(np.exp(values))
-        last = int(np.searchsorted(mass, top_p * total))
-        if last < len(values):
-            return float(values[last])
+def _floor(row: Float32, peaks: Float32, best: float, params: SamplingParams) -> np.float32:
+    """The least logit that the filters keep."""
+    floor = np.float32(-np.inf)
+    by_rank, by_mass = 0 < params.top_k < len(row), params.top_p < 1.0
+    if by_rank or by_mass:
+        head = _head(row, peaks)
+        if by_rank:
+            if params.top_k > len(head):
+                head = np.sort(row)[::-1]
+            floor = head[params.top_k - 1]
+        if by_mass:
+            floor = _nucleus_floor(row, head, floor, best, params)
+    if params.min_p > 0.0:
+        floor = max(floor, _at_least(best + params.temperature * float(np.log(params.min_p))))
     return floor
+
+
+def _head(row: Float32, peaks: Float32) -> Float32:
+    """The largest logits of the row, in descending order: at least ``_HEAD`` of them, or all."""
+    if len(peaks) <= _HEAD:
+        return np.sort(row)[::-1]
+    bound = np.partition(peaks, len(peaks) - _HEAD)[len(peaks) - _HEAD]
+    # Where many are equal to the bound, what is left out of them would be in no order: all are taken.
+    return np.sort(row[row >= bound])[::-1]
+
+
+def _nucleus_floor(row: Float32, head: Float32, floor: np.float32, best: float, params: SamplingParams) -> np.float32:
+    """The last logit of the smallest set, in descending order, that holds ``top_p`` of the mass above ``floor``."""
+
+    def masses(values: Float32) -> Float32:
+        with np.errstate(over="ignore", under="ignore"):
+            scaled = (values - np.float32(best)) / np.float32(params.temperature)
+            return np.exp(scaled, out=scaled)
+
+    if floor > -np.inf:
+        # Above a rank, all that counts is in the head.
+        head = head[head >= floor]
+        whole = masses(head)
+    else:
+        whole = masses(row)
+    wanted = params.top_p * float(whole.sum(dtype=np.float64))
+    while True:
+        mass = np.cumsum(masses(head), dtype=np.float64)
+        last = int(np.searchsorted(mass, wanted))
+        if last < len(head):
+            return head[last]
+        if floor > -np.inf or len(head) == len(row):
+            # What rounding left over.
+            return floor
+        head = np.sort(row)[::-1]
+
+
+def _at_least(value: float) -> np.float32:
+    """The smallest float32 that is not below ``value``."""
+    with np.errstate(over="ignore"):
+        rounded = np.float32(value)
+    return rounded if float(rounded) >= value else np.nextafter(rounded, np.float32(np.inf))

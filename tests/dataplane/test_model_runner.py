@@ -33,9 +33,9 @@ def seen_logits(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The logits of every row that samples, in order."""
     rows: list[Tensor] = []
 
-    def watched(logits: Tensor, params: list[SamplingParams]) -> np.ndarray:
+    def watched(logits: Tensor, drawn: dict[int, SamplingParams]) -> np.ndarray:
         rows.extend(logits.clone())
-        return sample(logits, params)
+        return sample(logits, drawn)
 
     monkeypatch.setattr(model_runner, "sample", watched)
     return rows

@@ -1,52 +1,88 @@
-"""Philox bits, and the draw: distribution, limits, independence of the batch."""
+"""The draw: against a direct rule and the filters of transformers, limits, broken rows, independence of the batch."""
 
 import numpy as np
 import pytest
 import torch
-from evenflow.kernels.philox import philox4x32
-from evenflow.kernels.sampling import SamplingParams, gumbel, sample
+from evenflow.kernels import sampling
+from evenflow.kernels.noise import BLOCK, gumbel
+from evenflow.kernels.sampling import SamplingParams, keys_of, sample
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+SIZES = st.sampled_from([2, 63, 64, 65, 512, 6000, 20_032])
 
 
-@pytest.mark.parametrize(
-    ("counter", "key", "expected"),
-    [
-        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-        (
-            (0xFFFFFFFF,) * 4,
-            (0xFFFFFFFF,) * 2,
-            (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
-        ),
-        (
-            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-            (0xA4093822, 0x299F31D0),
-            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
-        ),
-    ],
+def floor_of(logits: torch.Tensor, params: SamplingParams) -> float:
+    """The least logit that the filters keep of one row."""
+    padded = torch.nn.functional.pad(logits, (0, -len(logits) % BLOCK), value=-torch.inf)
+    peaks = padded.view(-1, BLOCK).amax(1).numpy()
+    return float(sampling._floor(logits.numpy(), peaks, float(logits.max()), params))
+
+
+def random_logits(size: int, seed: int, scale: float, grain: float = 0.0, masked: float = 0.0) -> torch.Tensor:
+    """Normal logits; ``grain`` rounds them, so that many are equal, ``masked`` is the share of -inf."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(size, generator=generator) * scale
+    if grain:
+        logits = (logits / grain).round() * grain
+    logits[1:][torch.rand(size - 1, generator=generator) < masked] = -torch.inf
+    return logits
+
+
+@given(
+    size=SIZES,
+    seed=st.integers(0, 2**32),
+    scale=st.sampled_from([0.0, 0.01, 1.0, 4.0, 30.0]),
+    grain=st.sampled_from([0.0, 0.5]),
+    masked=st.sampled_from([0.0, 0.9]),
+    temperature=st.floats(0.0625, 100.0, width=32),
+    top_k=st.sampled_from([0, 1, 2, 50, 300, 5000, 10**9]),
+    top_p=st.sampled_from([1e-6, 0.3, 0.9, 0.999, 1.0]),
+    min_p=st.sampled_from([0.0, 1e-4, 0.1, 1.0]),
 )
-def test_philox_known_answers(counter: tuple[int, ...], key: tuple[int, int], expected: tuple[int, ...]) -> None:
-    first = np.array([counter[0]], np.uint32)
-    words = philox4x32(first, (counter[1], counter[2], counter[3]), key[1] << 32 | key[0])
-    assert tuple(words[0].tolist()) == expected
+@settings(max_examples=150, deadline=None)
+def test_equals_the_direct_rule_within_what_transformers_keeps(
+    size: int, seed: int, scale: float, grain: float, masked: float, **filters: float
+) -> None:
+    """In float64: every filter, then the largest sum of logit and noise over all that is kept.
 
-
-def test_philox_of_many_counters_equals_one_by_one() -> None:
-    first = np.arange(20_000, dtype=np.uint32)
-    many = philox4x32(first, (5, 6, 0), 7)
-    for index in (0, 8191, 8192, 19_999):
-        assert np.array_equal(philox4x32(first[index : index + 1], (5, 6, 0), 7)[0], many[index])
+    Two things differ from transformers: of equal logits at the border all are kept, and the mass is summed in
+    another precision, so its border may be another where it is met almost exactly.
+    """
+    logits = random_logits(size, seed, scale, grain, masked)
+    params = SamplingParams(seed=seed, position=seed % 977, index=2, **filters)  # type: ignore[arg-type]
+    scaled = (logits.double() - logits.max()) / params.temperature
+    scores = scaled[None]
+    if 0 < params.top_k < size:
+        scores = TopKLogitsWarper(params.top_k)(None, scores)
+    if params.top_p < 1.0:
+        mass = torch.softmax(scores[0], 0).sort(descending=True).values.cumsum(0)
+        assume(params.top_p < 1e-3 or ((mass - params.top_p).abs() > 1e-6).all())
+        scores = TopPLogitsWarper(params.top_p)(None, scores)
+    if params.min_p > 0.0:
+        assume(params.min_p == 1.0 or ((scaled - np.log(params.min_p)).abs() > 1e-9).all())
+        scores = MinPLogitsWarper(params.min_p)(None, scores)
+    kept = torch.isfinite(scores[0])
+    border = logits[kept].min()
+    expected = (logits >= border) & (logits > -torch.inf)
+    if params.top_k or params.top_p < 1.0 or params.min_p:
+        assert torch.equal((logits >= floor_of(logits, params)) & (logits > -torch.inf), expected)
+    ids = torch.arange(size)[expected].numpy()
+    with np.errstate(over="ignore"):
+        sums = scaled[expected].numpy() + gumbel(keys_of([params]), ids)[0]
+    assert sample(logits[None], {0: params})[0] == ids[sums.argmax()]
 
 
 def test_greedy_takes_the_lowest_of_equal_ids() -> None:
     logits = torch.zeros(2, 100)
     logits[0, [17, 80]] = 3.0
-    assert sample(logits, [SamplingParams(), SamplingParams()]).tolist() == [17, 0]
+    assert sample(logits, {}).tolist() == [17, 0]
 
 
 def draws(logits: torch.Tensor, count: int, **params: float) -> np.ndarray:
-    tokens = [
-        sample(logits[None], [SamplingParams(seed=99, position=n, **params)])[0]  # type: ignore[arg-type]
-        for n in range(count)
-    ]
+    rows = {n: SamplingParams(seed=99, position=n, **params) for n in range(count)}  # type: ignore[arg-type]
+    tokens = sample(logits.expand(count, -1).contiguous(), rows)
     return np.bincount(tokens, minlength=len(logits)) / count
 
 
@@ -70,60 +106,64 @@ def test_top_k_and_top_p_keep_the_right_tokens() -> None:
     assert set(np.flatnonzero(draws(logits, 100, temperature=1.0, top_k=2, top_p=0.6))) == {1}
 
 
-def test_large_vocabulary_equals_the_direct_rule() -> None:
-    """The shortcuts (a head of candidates, noise only where it can win) do not change the result."""
-    generator = torch.Generator().manual_seed(3)
-    for scale in (0.01, 3.0):
-        logits = torch.randn(6000, generator=generator) * scale
-        ids = np.arange(6000)
-        for position in range(20):
-            params = SamplingParams(temperature=0.8, seed=5, position=position)
-            direct = logits.numpy().astype(np.float64) / 0.8 + gumbel(ids, params)
-            assert sample(logits[None], [params])[0] == direct.argmax()
-        for top_p in (0.3, 0.9, 0.999):
-            params = SamplingParams(temperature=0.8, top_p=top_p, seed=5)
-            scaled = logits.numpy().astype(np.float64) / 0.8
-            order = np.argsort(-scaled, kind="stable")
-            mass = np.cumsum(np.exp(scaled[order] - scaled.max()))
-            nucleus = order[: np.searchsorted(mass, top_p * mass[-1]) + 1]
-            best = nucleus[(scaled[nucleus] + gumbel(nucleus, params)).argmax()]
-            assert sample(logits[None], [params])[0] == best
-
-
 def test_a_row_does_not_depend_on_the_others() -> None:
-    logits = torch.randn(8, 3000, generator=torch.Generator().manual_seed(0))
-    params = [
-        SamplingParams(),
-        SamplingParams(temperature=1.0, seed=2**64 - 1, position=10),
-        SamplingParams(temperature=0.5, top_k=5, seed=1, index=3),
-        SamplingParams(temperature=1.3, top_p=0.9, seed=1),
-        SamplingParams(temperature=1.0, top_k=2000, top_p=0.99, seed=1),
-        SamplingParams(temperature=1.0, top_k=1, seed=8),
-        SamplingParams(temperature=2.0, seed=1, index=1),
-        SamplingParams(temperature=2.0, seed=1, index=2),
-    ]
-    together = sample(logits, params)
-    assert [int(sample(logits[row : row + 1], [params[row]])[0]) for row in range(8)] == together.tolist()
-    order = [5, 0, 7, 3, 1, 6, 2, 4]
-    assert sample(logits[order], [params[row] for row in order]).tolist() == together[order].tolist()
+    logits = torch.randn(11, 3000, generator=torch.Generator().manual_seed(0))
+    logits[8, 5] = torch.nan
+    logits[9] = -torch.inf
+    logits[10, 7] = torch.inf
+    draws = {
+        1: SamplingParams(1.0, seed=2**64 - 1, position=10),
+        2: SamplingParams(0.5, top_k=5, seed=1, index=3),
+        3: SamplingParams(1.3, top_p=0.9, seed=1),
+        4: SamplingParams(1.0, top_k=2000, top_p=0.99, seed=1),
+        5: SamplingParams(1.0, top_k=1, seed=8),
+        6: SamplingParams(2.0, min_p=0.05, seed=1, index=1),
+        7: SamplingParams(2.0, seed=1, index=2),
+        8: SamplingParams(1.0, top_k=40),
+        9: SamplingParams(1.0, top_p=0.5),
+        10: SamplingParams(1.0, min_p=0.5),
+    }
+    together = sample(logits, draws)
+    # Rows without a distribution: the first NaN, the first of the largest.
+    assert together[8:].tolist() == [5, 0, 7]
+    for row in range(11):
+        alone = sample(logits[row : row + 1], {0: draws[row]} if row in draws else {})
+        assert alone[0] == together[row], row
+    order = [5, 9, 0, 7, 3, 8, 1, 6, 10, 2, 4]
+    shuffled = sample(logits[order], {order.index(row): params for row, params in draws.items()})
+    assert shuffled.tolist() == together[order].tolist()
+    assert sample(logits[[8, 0]], {}).tolist() == [5, together[0]]
 
 
-@pytest.mark.parametrize("temperature", [1e-38, 1e-6, 1.0, 100.0])
+def test_many_rows_are_drawn_in_groups() -> None:
+    """More rows than one group of blocks of noise holds."""
+    logits = torch.randn(200, 6016, generator=torch.Generator().manual_seed(1))
+    draws = {row: SamplingParams(1.0, seed=row) for row in range(0, 200, 3)}
+    assert len(draws) * 6016 // BLOCK < sampling._GROUP
+    together = sample(logits, draws)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "_GROUP", 500)
+        assert np.array_equal(sample(logits, draws), together)
+    assert together[1] == logits[1].argmax()
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-6, 1.0, 100.0])
 @pytest.mark.parametrize("top_k", [-1, 0, 1, 50, 10**6])
-@pytest.mark.parametrize("top_p", [1e-6, 0.5, 1.0])
-def test_extreme_parameters_give_a_valid_token(temperature: float, top_k: int, top_p: float) -> None:
+@pytest.mark.parametrize(("top_p", "min_p"), [(1e-6, 0.0), (0.5, 1e-45), (1.0, 1.0), (1.0, 0.0)])
+def test_extreme_parameters_give_a_valid_token(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
     logits = torch.randn(2000, generator=torch.Generator().manual_seed(0)) * 30
-    temperature = float(np.float32(temperature))
-    token = sample(logits[None], [SamplingParams(temperature, top_k, top_p, seed=4)])[0]
-    assert 0 <= token < 2000
-    if temperature < 1e-5 or top_k == 1 or top_p == 1e-6:
-        assert token == int(logits.argmax())
-    flat = sample(torch.zeros(1, 2000), [SamplingParams(temperature, top_k, top_p, seed=4)])[0]
+    params = SamplingParams(temperature, top_k, top_p, min_p, seed=4)
+    for row in (logits, logits * 1e36):
+        token = sample(row[None], {0: params})[0]
+        assert 0 <= token < 2000
+        if temperature < 1e-5 or top_k == 1 or top_p == 1e-6 or min_p == 1.0:
+            assert token == int(row.argmax())
+    flat = sample(torch.zeros(1, 2000), {0: params})[0]
     assert 0 <= flat < 2000
 
 
 def test_masked_logits_are_never_drawn() -> None:
-    logits = torch.full((4000,), -torch.inf)
-    logits[[5, 3000]] = torch.tensor([1.0, 1.2])
-    for params in ({}, {"top_k": 3}, {"top_p": 0.9}):
-        assert set(np.flatnonzero(draws(logits, 50, temperature=5.0, **params))) <= {5, 3000}
+    logits = torch.full((4001,), -torch.inf)
+    logits[[5, 3000, 4000]] = torch.tensor([1.0, 1.2, 1.1])
+    for params in ({}, {"top_k": 3}, {"top_k": 700}, {"top_p": 0.9}, {"min_p": 1e-9}):
+        assert set(np.flatnonzero(draws(logits, 80, temperature=5.0, **params))) == {5, 3000, 4000}
