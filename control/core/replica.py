@@ -454,9 +454,9 @@ class Replica:
             for seq in record.finals + record.partial:
                 suspects[seq] = None
             for slot in _bits(record.decodes):
-                seq = self.owners[slot]
-                if seq is not None:
-                    suspects[seq] = None
+                own = self.owners[slot]
+                if own is not None:
+                    suspects[own] = None
         ended = self.ended
         for seq in self.running + list(self.settling):
             if seq.lane is not None:

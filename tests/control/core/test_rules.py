@@ -1,8 +1,14 @@
 """Rules that a prototype of the decision core found necessary: each with a schedule written by hand."""
 
+import os
+import subprocess
+import sys
 from array import array
+from pathlib import Path
+from typing import Any
 
 import pytest
+from evenflow.control.build_core import build
 from evenflow.control.core.engine import FATAL_DEATHS, Engine
 from evenflow.control.core.events import (
     Aborted,
@@ -426,20 +432,28 @@ def written(effects: list[Effect]) -> list[bytes]:
     return found
 
 
-def test_same_events_give_the_same_effects_byte_for_byte() -> None:
-    """Recorded from a run with preemptions, aborts and a lost replica, then replayed into a new engine."""
-    server = shadow_server(stages=2, replicas=2, blocks=12, block_size=8, budget=40, seqs=8, check=False)
-    events: list[Event] = [ReplicaUp(r, server.epochs[r], 2, 12, server.num_slots) for r in range(2)]
-    step = server.engine.step
-    effects: list[bytes] = []
+class Recorder:
+    """An engine that keeps the events it was given and the bytes of what it did about them."""
 
-    def recording(event: Event, now: float) -> list[Effect]:
-        events.append(event)
-        done = step(event, now)
-        effects.extend(written(done))
+    def __init__(self, engine: Engine, events: list[Event]) -> None:
+        self.engine, self.events = engine, events
+        self.effects: list[bytes] = []
+
+    def step(self, event: Event, now: float) -> list[Effect]:
+        self.events.append(event)
+        done = self.engine.step(event, now)
+        self.effects.extend(written(done))
         return done
 
-    server.engine.step = recording
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+
+def recorded() -> tuple[InProcess, Recorder]:
+    """A run with preemptions, aborts and a lost replica."""
+    server = shadow_server(stages=2, replicas=2, blocks=12, block_size=8, budget=40, seqs=8, check=False)
+    ups: list[Event] = [ReplicaUp(r, server.epochs[r], 2, 12, server.num_slots) for r in range(2)]
+    server.engine = recorder = Recorder(server.engine, ups)
     for key in range(20):
         server.submit(key, prompt(5 + 3 * key, seed=key % 7), 5 + key, owner=key % 3)
         advance(server, 5)
@@ -450,11 +464,41 @@ def test_same_events_give_the_same_effects_byte_for_byte() -> None:
         if key == 15:
             server.bring_up(1)
     server.run(scrambled(4))
+    return server, recorder
+
+
+def test_same_events_give_the_same_effects_byte_for_byte() -> None:
+    """Recorded, then replayed into a new engine."""
+    server, recorder = recorded()
+    events, effects = recorder.events, recorder.effects
     assert any(isinstance(event, Aborted) for event in events) and len(effects) > 500
     assert server.engine.counters["preemptions"] + sum(r.preemptions for r in server.engine.replicas.values())
     again = Engine(server.limits)
     replayed = [data for event in events for data in written(again.step(event, 123.0))]
     assert replayed[-len(effects) :] == effects
+
+
+def test_the_compiled_core_decides_like_the_interpreted_one() -> None:
+    try:
+        build()
+        can_build = True
+    except RuntimeError:  # no compiler here: the interpreted core serves
+        can_build = False
+    code = (
+        "import hashlib, evenflow.control.core.replica as core; from test_rules import recorded;"
+        "print(core.__file__, hashlib.sha256(b''.join(recorded()[1].effects)).hexdigest())"
+    )
+    said: list[tuple[str, str]] = []
+    for pure in ("0", "1"):
+        environment = os.environ | {"EVENFLOW_PURE": pure}
+        environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300, check=True
+        )
+        said.append(tuple(done.stdout.split()))
+    (compiled, first), (interpreted, second) = said
+    assert compiled.endswith(".py") is not can_build and interpreted.endswith(".py")
+    assert first == second
 
 
 def test_the_oracle_is_the_one_of_the_shadow_worker() -> None:

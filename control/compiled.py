@@ -1,0 +1,39 @@
+"""The decision core, compiled: the same sources through mypyc, for about half the time a step takes.
+
+``python -m evenflow.control.build_core`` builds it into ``_compiled/`` of the package. The folder is named by a
+digest of what it was built from, so a build of other sources is never used: whoever edits the core gets the
+interpreted one until it is built again. Both make the same decisions, byte for byte; without a build, or with
+``EVENFLOW_PURE=1``, the core is interpreted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+SUFFIX = EXTENSION_SUFFIXES[0]
+
+
+def folder() -> Path:
+    """Where a build of these very sources lies, if there is one."""
+    digest = hashlib.sha256(SUFFIX.encode())
+    for part in ("core", "wire"):
+        for path in sorted((ROOT / "control" / part).glob("*.py")):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return ROOT / "_compiled" / digest.hexdigest()[:16]
+
+
+def prefer(path: list[str]) -> bool:
+    """Let imports below the package with this ``__path__`` find the compiled core first; False if there is none."""
+    if os.environ.get("EVENFLOW_PURE") == "1":
+        return False
+    built = folder()
+    if not built.is_dir():
+        return False
+    path.insert(0, str(built))
+    sys.path.append(str(built / "lib"))  # what the compiled modules share
+    return True
