@@ -9,11 +9,13 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 
-from .compiled import ROOT, SUFFIX, folder
+from .compiled import ROOT, folder
 
+SUFFIX = str(sysconfig.get_config_var("EXT_SUFFIX"))
 #: Structs stay as they are: msgspec's own metaclass makes them.
 INTERPRETED = frozenset({"__init__.py", "events.py"})
 

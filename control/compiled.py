@@ -11,23 +11,22 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from importlib.machinery import EXTENSION_SUFFIXES
+from collections.abc import MutableSequence
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-SUFFIX = EXTENSION_SUFFIXES[0]
 
 
 def folder() -> Path:
     """Where a build of these very sources lies, if there is one."""
-    digest = hashlib.sha256(SUFFIX.encode())
+    digest = hashlib.sha256(f"{sys.implementation.cache_tag} {sys.platform} {os.uname().machine}".encode())
     for part in ("core", "wire"):
         for path in sorted((ROOT / "control" / part).glob("*.py")):
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return ROOT / "_compiled" / digest.hexdigest()[:16]
 
 
-def prefer(path: list[str]) -> bool:
+def prefer(path: MutableSequence[str]) -> bool:
     """Let imports below the package with this ``__path__`` find the compiled core first; False if there is none."""
     if os.environ.get("EVENFLOW_PURE") == "1":
         return False
