@@ -5,6 +5,8 @@ The real runner (``model_runner``) holds a model's layers; the scripted one (``s
 the KV cache. Both see the same arrays, so a fault of the control plane shows in either.
 """
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,6 +15,7 @@ from numpy.typing import NDArray
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
+Flags = NDArray[np.bool_]
 
 
 @dataclass(slots=True)
@@ -35,19 +38,39 @@ class SamplingRows:
     prompt_len: Int64 | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Receivers:
+    """Whose the S sampled ids are, and when one of them ends its sequence. Copies: they hold whatever the slot table
+    has become by the time the ids are there.
+
+    ``stop_ids``: S × the most ids that any of them has, -1 where there is none. They count from ``min_len`` known
+    tokens on.
+    """
+
+    slots: Int64
+    generations: Int64
+    stop_ids: Int64
+    min_len: Int64
+
+    def stopped(self, ids: Int64, position: Int64) -> Int64:
+        """The slots whose id in ``ids``, drawn at ``position``, is one of their stop ids and not too early."""
+        hits = (self.stop_ids == ids[:, None]).any(axis=1) & (position + 1 >= self.min_len)
+        return self.slots[hits]
+
+
 @dataclass(slots=True)
 class StageBatch:
     """R rows (sequences) with T tokens in all: decodes by slot, then chunks by slot.
 
     ``cu_q``: query offsets, R+1. ``kv_len``: tokens in the cache after this step, R. ``block_table``: R × max
     blocks of any row (0 past a row's end). ``write``: flat cache index (block × block size + offset) of each
-    token, T. ``ids``: token ids, T; only the first stage has them. ``sampling`` is set on the last stage
-    only.
+    token, T. ``ids``: token ids, T; only the first stage has them. ``sampling`` and ``receivers`` are set on the
+    last stage only. No array is shared with the slot table.
     """
 
     step: int
     lane: int
-    slots: Int32
+    slots: Int64
     num_decodes: int
     cu_q: Int32
     positions: Int64
@@ -56,6 +79,7 @@ class StageBatch:
     write: Int64
     ids: Int64 | None
     sampling: SamplingRows | None
+    receivers: Receivers | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -78,11 +102,38 @@ class ModelInfo:
     tile: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What an iteration left, and when the device worked on it, in microseconds of ``time.monotonic_ns``.
+
+    ``output``: uint8[T, hidden_bytes] for the next stage, or on the last stage int64 ids, one for each row of
+    ``batch.sampling``. It may be a view of a buffer that the next launch overwrites.
+    """
+
+    output: NDArray[Any]
+    started_us: int
+    ended_us: int
+
+
 class Runner(Protocol):
-    """Computes one stage. Not thread-safe; called by one worker in step order."""
+    """Computes one stage, one iteration at a time. Not thread-safe; called by one worker, in step order.
+
+    ``launch`` gives an iteration to the device and ``collect`` takes what it left; exactly one ``collect`` follows
+    each ``launch``. While the device computes, the worker does what the host owes: it sends the result of the
+    iteration before, reads its messages and derives the next batch. A device that computes by itself therefore lets
+    ``launch`` return as soon as it has its inputs, and tells its end through ``done``. A runner that computes in the
+    calling thread does all in ``launch`` (``compute_now``); then nothing is put between the two.
+    """
 
     @property
     def info(self) -> ModelInfo: ...
+
+    @property
+    def done(self) -> int | None:
+        """A descriptor that is readable from the end of the launched iteration until ``collect``; always the same
+        one. None: ``launch`` returns at the end.
+        """
+        ...
 
     def start(self, num_blocks: int) -> None:
         """Begin an epoch: at most ``num_blocks`` (<= ``info.num_blocks``) blocks will be named. Contents may
@@ -97,11 +148,29 @@ class Runner(Protocol):
         """
         ...
 
-    def run(self, batch: StageBatch, hidden: NDArray[np.uint8] | None) -> NDArray[Any]:
-        """Compute the stage.
+    def launch(self, batch: StageBatch, hidden: NDArray[np.uint8] | None) -> None:
+        """Begin to compute ``batch``, which nobody changes from now on.
 
-        ``hidden``: uint8[T, hidden_bytes] from the stage before, None on the first stage. Returns the same
-        shape for the next stage, or on the last stage int64 ids, one for each row of ``batch.sampling``. The
-        array may be a view of a buffer that the next call overwrites.
+        ``hidden``: uint8[T, hidden_bytes] from the stage before, None on the first stage; valid until ``collect``.
         """
         ...
+
+    def collect(self) -> Finished:
+        """Wait for the end of the launched iteration."""
+        ...
+
+
+def compute_now(
+    compute: Callable[[StageBatch, NDArray[np.uint8] | None], NDArray[Any]],
+    batch: StageBatch,
+    hidden: NDArray[np.uint8] | None,
+) -> Finished:
+    """The whole iteration in the calling thread: for runners whose ``done`` is None."""
+    started_us = now_us()
+    output = compute(batch, hidden)
+    return Finished(output, started_us, now_us())
+
+
+def now_us() -> int:
+    """Microseconds of the clock that all times of a worker are in."""
+    return time.monotonic_ns() // 1000

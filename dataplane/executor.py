@@ -1,17 +1,24 @@
 """One stage without sockets: a queue of plans, the slot table and a runner.
 
 The worker process drives it from its poll loop; ``simulated.loopback`` drives one per stage in a single
-process. Plans run in step order. The plan at the head of the queue is applied to the slot table as soon as
-the one before it has run, so that only the computation is left when its inputs (hidden states, or sampled ids
-on the first stage) arrive.
+process. Plans run in step order. While one runs on the device, ``prepare`` applies the next to the slot table
+and derives its batch, so that only the launch is left when its inputs (hidden states, or sampled ids on the first
+stage) are there:
 
-After ``PlanRefused`` the executor is closed to plans until the next ``start``: it never guesses.
+    device   |---- step k ----|  |--- step k + 1 ---|
+    host     launch  prepare k+1  collect, launch ...
+
+What belongs to step k is therefore taken when k is derived (the digest, whose its ids are) and not from the table
+afterwards.
+
+A plan that cannot be followed closes the executor to plans until the next ``start``: it never guesses. It raises
+``PlanRefused`` when its turn comes, not when that is found, so that what runs and what was queued before it still
+has its outcome.
 """
 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,8 +34,10 @@ from ..control.wire import (
     WireError,
     decode_to_worker,
 )
-from .batch import Int64, Runner, StageBatch
+from .batch import Finished, Int64, Runner, StageBatch, now_us
 from .slots import PlanRefused, SlotTable
+
+_NO_IDS: Int64 = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,31 +54,47 @@ class SampledIds:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a stage has after one iteration: ``hidden`` for the next stage, or on the last stage ``sampled``."""
+    """What a stage has after one iteration: ``hidden`` for the next stage, or on the last stage ``sampled`` if a row
+    did. ``hidden`` is valid until the next launch.
 
-    epoch: int
-    step: int
-    lane: int
-    tokens: int
+    ``started_us`` and ``ended_us`` say when the device computed.
+    """
+
+    plan: BatchPlan
+    batch: StageBatch
     received_us: int
+    started_us: int
+    ended_us: int
     hidden: NDArray[np.uint8] | None
     sampled: SampledIds | None
-    ids: bytes
-    stopped: bytes
     digest: int | None
 
+    @property
+    def step(self) -> int:
+        return self.plan.step
+
     def result(self, started_us: int = 0, ended_us: int = 0, idle_us: int = 0, starved_us: int = 0) -> Result:
+        """The message to control. What it costs is paid when the neighbouring stage has what it waits for."""
+        plan, sampled = self.plan, self.sampled
+        ids = stopped = b""
+        if sampled is not None:
+            by_slot = np.zeros(int(sampled.slots.max()) + 1, "<u4")
+            by_slot[sampled.slots] = sampled.ids
+            ids = by_slot.tobytes()
+            assert self.batch.receivers is not None and self.batch.sampling is not None
+            stops = self.batch.receivers.stopped(sampled.ids, self.batch.sampling.position)
+            stopped = stops.astype("<u2").tobytes()
         return Result(
-            epoch=self.epoch,
-            step=self.step,
-            lane=self.lane,
+            epoch=plan.epoch,
+            step=plan.step,
+            lane=plan.lane,
             received_us=self.received_us,
             started_us=started_us,
             ended_us=ended_us,
             idle_us=idle_us,
             starved_us=starved_us,
-            ids=self.ids,
-            stopped=self.stopped,
+            ids=ids,
+            stopped=stopped,
             digest=self.digest,
         )
 
@@ -87,6 +112,7 @@ class _Queued:
     registers: list[Register]
     plan: BatchPlan
     received_us: int
+    #: Set by ``prepare``: the batch, and the digest of the tables after it.
     batch: StageBatch | None = None
     digest: int | None = None
 
@@ -106,8 +132,11 @@ class StageExecutor:
         self._start: Start | None = None
         self._table: SlotTable | None = None
         self._queue: deque[_Queued] = deque()
+        self._running: _Queued | None = None
         self._expected = 0
         self._refused = False
+        #: What ``PlanRefused`` will say when the queue is empty.
+        self._reason: str | None = None
 
     # -- epochs ----------------------------------------------------------------------------------------------
 
@@ -133,9 +162,7 @@ class StageExecutor:
         )
 
     def start(self, start: Start) -> None:
-        """Begin an epoch: all slots and queued plans are dropped. Raises ``PlanRefused`` if it asks for too
-        much.
-        """
+        """Begin an epoch, as after ``stop``. Raises ``PlanRefused`` if it asks for too much."""
         self.stop()
         info, limits = self.runner.info, self.limits
         self._start = start
@@ -159,18 +186,24 @@ class StageExecutor:
         )
         for field, asked, here, holds in bounds:
             if not holds:
-                self._refuse(f"start: {field} {asked}, this worker has {here}")
+                self.refuse()
+                raise PlanRefused(f"start: {field} {asked}, this worker has {here}")
         self.runner.start(start.num_blocks)
         self._table = SlotTable(start, first=self.first, last=self.last)
         self._refused = False
 
     def stop(self) -> None:
-        """Leave the epoch: forget slots and plans, and ignore plans until the next ``start``."""
+        """Leave the epoch: forget slots and plans, and ignore plans until the next ``start``. Waits for what runs,
+        and forgets it too.
+        """
+        if self._running is not None:
+            self.collect()
         self._start = None
         self._table = None
         self._queue.clear()
         self._expected = 0
         self._refused = False
+        self._reason = None
 
     @property
     def epoch(self) -> int:
@@ -191,125 +224,152 @@ class StageExecutor:
     def queued(self) -> int:
         return len(self._queue)
 
+    @property
+    def running(self) -> bool:
+        """Whether an iteration was launched and not collected."""
+        return self._running is not None
+
     def refuse(self) -> None:
-        """Close to plans until the next ``start``, as after a refused plan."""
+        """Close to plans until the next ``start``, and drop those queued. What runs may still be collected."""
         self._refused = True
+        self._reason = None
         self._queue.clear()
 
-    def _refuse(self, reason: str) -> NoReturn:
-        self.refuse()
-        raise PlanRefused(reason)
+    def close(self, reason: str) -> None:
+        """Close to plans until the next ``start``: ``PlanRefused`` is raised when those queued have run."""
+        if not self._refused:
+            self._refused = True
+            self._reason = reason
 
     # -- plans -----------------------------------------------------------------------------------------------
 
     def accept(self, frames: Sequence[bytes], received_us: int = 0) -> None:
-        """Queue a plan: the frames of its message, zero or more REGISTER and one PLAN. Raises
-        ``PlanRefused``.
-        """
+        """Queue a plan: the frames of its message, zero or more REGISTER and one PLAN."""
         try:
             messages = [decode_to_worker(frame) for frame in frames]
         except WireError as error:
-            self._refuse(f"not a plan: {error}")
+            self.close(f"not a plan: {error}")
+            return
         self.accept_messages(messages, received_us)
 
     def accept_messages(self, messages: Sequence[ToWorker], received_us: int = 0) -> None:
-        """Queue a decoded plan. Raises ``PlanRefused``; ignores it if an earlier one was refused."""
+        """Queue a decoded plan, or close to it and all later ones."""
         if self._refused:
             return
         plan = messages[-1] if messages else None
-        if not isinstance(plan, BatchPlan):
-            self._refuse("not a plan: the last frame is no PLAN")
         registers = [message for message in messages[:-1] if isinstance(message, Register)]
-        if len(registers) != len(messages) - 1:
-            self._refuse("not a plan: a frame before the PLAN is no REGISTER")
-        if self._table is None:
-            self._refuse(f"plan of epoch {plan.epoch} before an epoch was begun")
-        if plan.epoch != self.epoch:
-            self._refuse(f"plan of epoch {plan.epoch} in epoch {self.epoch}")
-        if plan.step != self._expected:
-            self._refuse(f"step {plan.step} came, {self._expected} was expected")
-        self._expected += 1
-        self._queue.append(_Queued(registers, plan, received_us))
+        if not isinstance(plan, BatchPlan):
+            self.close("not a plan: the last frame is no PLAN")
+        elif len(registers) != len(messages) - 1:
+            self.close("not a plan: a frame before the PLAN is no REGISTER")
+        elif self._table is None:
+            self.close(f"plan of epoch {plan.epoch} before an epoch was begun")
+        elif plan.epoch != self.epoch:
+            self.close(f"plan of epoch {plan.epoch} in epoch {self.epoch}")
+        elif plan.step != self._expected:
+            self.close(f"step {plan.step} came, {self._expected} was expected")
+        else:
+            self._expected += 1
+            self._queue.append(_Queued(registers, plan, received_us))
 
-    def _head(self) -> tuple[_Queued, StageBatch] | None:
-        if not self._queue or self._table is None:
-            return None
+    def prepare(self) -> None:
+        """Derive the batch of the oldest queued plan, if there is one. Meant for while another runs."""
+        if not self._queue or self._queue[0].batch is not None or self._table is None:
+            return
         head = self._queue[0]
-        if head.batch is None:
-            try:
-                head.batch = self._table.apply(head.registers, head.plan)
-            except PlanRefused as error:
-                self._refuse(f"step {head.plan.step}: {error}")
+        try:
+            head.batch = self._table.apply(head.registers, head.plan)
+        except PlanRefused as error:
+            self.refuse()
+            self._reason = f"step {head.plan.step}: {error}"
+        else:
             head.digest = self._table.digest(head.plan.step)
-        return head, head.batch
+
+    def _head(self) -> StageBatch | None:
+        """The batch whose turn it is, None if no plan is queued. Raises ``PlanRefused``, once."""
+        self.prepare()
+        if self._queue:
+            return self._queue[0].batch
+        if self._reason is not None:
+            reason, self._reason = self._reason, None
+            raise PlanRefused(reason)
+        return None
 
     def awaited_step(self) -> int | None:
         """The step whose hidden states the stage needs next, None if it needs none. Raises ``PlanRefused``."""
-        head = self._head()
-        if head is None or self.first or head[1].num_tokens == 0:
+        batch = self._head()
+        if batch is None or self.first or batch.num_tokens == 0:
             return None
-        return head[0].plan.step
+        return batch.step
 
     def can_run(self, have_hidden: bool = False) -> bool:
         """Whether the oldest plan's inputs are here (``have_hidden``: those of ``awaited_step``).
 
-        Raises ``PlanRefused`` when that plan cannot be applied.
+        Raises ``PlanRefused`` when a plan that cannot be followed is next.
         """
-        head = self._head()
-        if head is None:
+        batch = self._head()
+        if batch is None:
             return False
-        if head[1].num_tokens == 0:
+        if batch.num_tokens == 0:
             return True
         if not self.first:
             return have_hidden
         assert self._table is not None
-        return self._table.inputs_arrived(head[1])
+        return self._table.inputs_arrived(batch)
 
-    def execute(self, hidden: NDArray[np.uint8] | None = None) -> Outcome:
-        """Run the oldest plan; only when ``can_run``. A plan without rows computes nothing."""
-        head = self._head()
-        if head is None:
-            raise RuntimeError("there is no plan to run")
-        queued, batch = head
-        table = self._table
-        assert table is not None
-        output: NDArray[Any] | None = None
+    def launch(self, hidden: NDArray[np.uint8] | None = None) -> bool:
+        """Start the oldest plan; only when ``can_run`` and nothing runs. ``hidden`` stays valid until ``collect``.
+
+        Returns whether the device now computes by itself, else all is done: the runner computed at once, or the plan
+        has no rows.
+        """
+        batch = self._head()
+        if batch is None or self._running is not None:
+            raise RuntimeError("there is no plan to run, or one runs")
+        by_itself = False
         if batch.num_tokens:
             if self.first:
-                table.fill_inputs(batch)
-            output = self.runner.run(batch, hidden)
-        self._queue.popleft()
-        sampled, ids, stopped = None, b"", b""
-        if self.last and batch.sampling is not None and len(batch.sampling.rows):
-            assert output is not None
-            sampled, ids, stopped = self._sampled(table, batch, output)
+                assert self._table is not None
+                self._table.fill_inputs(batch)
+            self.runner.launch(batch, hidden)
+            by_itself = self.runner.done is not None
+        self._running = self._queue.popleft()
+        return by_itself
+
+    def collect(self) -> Outcome:
+        """Wait for the launched iteration and take what it left."""
+        queued, self._running = self._running, None
+        if queued is None or queued.batch is None:
+            raise RuntimeError("nothing runs")
+        batch = queued.batch
+        if batch.num_tokens:
+            finished = self.runner.collect()
+        else:
+            finished = Finished(_NO_IDS, now := now_us(), now)
+        sampled = None
+        if self.last and batch.receivers is not None and len(batch.receivers.slots):
+            receivers = batch.receivers
+            ids = finished.output.astype(np.int64)
+            sampled = SampledIds(batch.step, receivers.slots, receivers.generations, ids)
             if self.first:
                 self.take_ids(sampled)
-        plan = queued.plan
         return Outcome(
-            epoch=plan.epoch,
-            step=plan.step,
-            lane=plan.lane,
-            tokens=batch.num_tokens,
+            plan=queued.plan,
+            batch=batch,
             received_us=queued.received_us,
-            hidden=None if self.last else output,
+            started_us=finished.started_us,
+            ended_us=finished.ended_us,
+            hidden=None if self.last or not batch.num_tokens else finished.output,
             sampled=sampled,
-            ids=ids,
-            stopped=stopped,
             digest=queued.digest,
         )
 
-    def _sampled(self, table: SlotTable, batch: StageBatch, output: NDArray[Any]) -> tuple[SampledIds, bytes, bytes]:
-        assert batch.sampling is not None
-        slots = batch.slots[batch.sampling.rows].astype(np.int64)
-        ids = output.astype(np.int64)
-        by_slot = np.zeros(int(slots.max()) + 1, "<u4")
-        by_slot[slots] = ids
-        stopped = table.stopped(slots, ids, batch.sampling.position)
-        sampled = SampledIds(batch.step, slots, table.generations(slots), ids)
-        return sampled, by_slot.tobytes(), stopped.astype("<u2").tobytes()
+    def execute(self, hidden: NDArray[np.uint8] | None = None) -> Outcome:
+        """``launch`` and ``collect``, with nothing between the two."""
+        self.launch(hidden)
+        return self.collect()
 
     def take_ids(self, sampled: SampledIds) -> None:
         """First stage: take what the last stage sampled."""
-        if self._table is not None and not self._refused:
+        if self._table is not None:
             self._table.append(sampled.slots, sampled.generations, sampled.ids)

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..kernels.attention import AttentionBackend, AttnBatch, ReferenceAttention, kv_bytes_per_token
 from ..kernels.attention_cpu import CPUAttention
 from ..kernels.sampling import SamplingParams, sample
-from .batch import ModelInfo, SamplingRows, StageBatch
+from .batch import Finished, ModelInfo, SamplingRows, StageBatch, compute_now
 from .models.config import ModelError
 from .models.llama import LlamaStage
 from .weights import ModelSource, open_model
@@ -70,6 +70,7 @@ class ModelRunner:
         )
         if poison:
             self.poison()
+        self._finished: Finished
         self._info = ModelInfo(
             name=source.name,
             eos_ids=source.eos_ids,
@@ -83,6 +84,10 @@ class ModelRunner:
     @property
     def info(self) -> ModelInfo:
         return self._info
+
+    @property
+    def done(self) -> None:
+        return None
 
     def start(self, num_blocks: int) -> None:
         """Nothing to prepare: blocks are addressed by id, and every block is written before it is read."""
@@ -117,7 +122,7 @@ class ModelRunner:
         batch = StageBatch(
             step=0,
             lane=0,
-            slots=np.arange(rows, dtype=np.int32),
+            slots=np.arange(rows),
             num_decodes=rows if each == 1 else 0,
             cu_q=np.arange(0, count + 1, each, dtype=np.int32),
             positions=positions,
@@ -130,9 +135,15 @@ class ModelRunner:
         hidden = None if self._stage.is_first else np.zeros((count, self._info.hidden_bytes), np.uint8)
         self.run(batch, hidden)
 
+    def launch(self, batch: StageBatch, hidden: NDArray[np.uint8] | None) -> None:
+        self._finished = compute_now(self.run, batch, hidden)
+
+    def collect(self) -> Finished:
+        return self._finished
+
     @torch.inference_mode()
     def run(self, batch: StageBatch, hidden: NDArray[np.uint8] | None) -> NDArray[Any]:
-        """Compute the stage; see ``dataplane.batch.Runner``."""
+        """Compute the stage in the calling thread; returns the output of ``batch.Finished``."""
         tokens = batch.num_tokens
         x = self._input(batch, hidden)
         positions = torch.zeros(len(x), dtype=torch.int64)

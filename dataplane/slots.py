@@ -8,9 +8,11 @@ whose ids are here; it lags behind *known* while a sampled id is on its way from
     0 ........ computed ........ arrived ........ known ........ max_len
       in cache          ids here        being sampled     may come
 
-Called by ``StageExecutor``, in step order. A plan that refers to what does not exist raises ``PlanRefused``;
-the table is then unusable until the next epoch. Work per plan is a fixed number of array operations, except
-that registrations and chunks, which are few, cost a few more each.
+Called by ``StageExecutor``, in step order, while the device still runs the batch before: a batch therefore shares
+nothing with the table. A plan that refers to what does not exist raises ``PlanRefused``; the table is then unusable
+until the next epoch. Work per plan is a fixed number of array operations, except that registrations and chunks,
+which are few, cost a few more each. An operation on a row of each sequence takes about a microsecond, so their number
+is what counts: conditions are checked for all rows at once, and looked at one by one only when one of them fails.
 """
 
 from collections.abc import Sequence
@@ -20,9 +22,10 @@ from numpy.typing import NDArray
 
 from ..control.wire import BatchPlan, Register, Start
 from ..control.wire.digest import audit_digest, audited, is_audited
-from .batch import Int32, Int64, SamplingRows, StageBatch
+from .batch import Flags, Int32, Int64, Receivers, SamplingRows, StageBatch
 
 _INT32_MAX = (1 << 31) - 1
+_NONE: Int64 = np.empty(0, np.int64)
 
 
 class PlanRefused(Exception):
@@ -42,9 +45,10 @@ class SlotTable:
         self._budget = start.token_budget
         self._max_model_len = start.max_model_len
         self._max_blocks = -(-start.max_model_len // start.block_size)
-        self._registered = np.zeros(slots, np.bool_)
         #: The generation of the last registration, -1 before the first.
         self._generation = np.full(slots, -1, np.int64)
+        #: The same while the slot is registered, else -1.
+        self._owner = np.full(slots, -1, np.int64)
         self._computed = np.zeros(slots, np.int64)
         self._known = np.zeros(slots, np.int64)
         self._arrived = np.zeros(slots, np.int64)
@@ -55,6 +59,8 @@ class SlotTable:
         self._tokens = np.zeros((slots, start.max_model_len), np.uint32)
         self._table = np.zeros((slots, self._max_blocks), np.int32)
         self._num_blocks_of = np.zeros(slots, np.int64)
+        #: Tokens that the blocks of a registered slot hold, else 0.
+        self._room = np.zeros(slots, np.int64)
         self._temperature = np.zeros(slots, np.float32)
         self._top_k = np.zeros(slots, np.int32)
         self._top_p = np.ones(slots, np.float32)
@@ -62,6 +68,9 @@ class SlotTable:
         self._index = np.zeros(slots, np.uint32)
         # As wide as the longest list of stop ids so far; -1 matches no token.
         self._stop_ids = np.full((slots, 4), -1, np.int64)
+        #: For row numbers and for the query offsets of decodes; never written again.
+        self._counting = np.arange(slots + 1, dtype=np.int32)
+        self._scratch = np.zeros(slots, np.int64)
 
     # -- applying a plan -------------------------------------------------------------------------------------
 
@@ -73,7 +82,9 @@ class SlotTable:
         self._grow(self._slots_of(plan.grow_slots, "grow_slots"), _words(plan.grow_blocks, "grow_blocks"))
         return self._run(plan)
 
-    def _slots_of(self, buffer: bytes, field: str) -> NDArray[np.int64]:
+    def _slots_of(self, buffer: bytes, field: str) -> Int64:
+        if not buffer:
+            return _NONE
         if len(buffer) % 2:
             raise PlanRefused(f"{field}: {len(buffer)} bytes are no list of slots")
         slots = np.frombuffer(buffer, "<u2").astype(np.int64)
@@ -81,23 +92,29 @@ class SlotTable:
             raise PlanRefused(f"{field}: slot {slots.max()} of {self._num_slots}")
         return slots
 
-    def _require_registered(self, slots: NDArray[np.int64], field: str) -> None:
-        known = self._registered[slots]
-        if not known.all():
-            raise PlanRefused(f"{field}: slot {slots[~known][0]} is not registered")
+    def _require_registered(self, slots: Int64, field: str) -> None:
+        unknown = self._owner[slots] < 0
+        if np.count_nonzero(unknown):
+            raise PlanRefused(f"{field}: slot {slots[unknown][0]} is not registered")
 
-    def _release(self, slots: NDArray[np.int64]) -> None:
+    def _distinct(self, slots: Int64) -> bool:
+        numbers = self._counting[: len(slots)]
+        self._scratch[slots] = numbers
+        return not np.count_nonzero(self._scratch[slots] != numbers)
+
+    def _release(self, slots: Int64) -> None:
         if not len(slots):
             return
         self._require_registered(slots, "released")
-        self._registered[slots] = False
+        self._owner[slots] = -1
+        self._room[slots] = 0
 
     def _register(self, message: Register) -> None:
         slot = message.slot
         name = f"register of slot {slot}"
         if slot >= self._num_slots:
             raise PlanRefused(f"{name}: there are {self._num_slots} slots")
-        if self._registered[slot]:
+        if self._owner[slot] >= 0:
             raise PlanRefused(f"{name}: it is still registered (generation {self._generation[slot]})")
         if message.generation <= self._generation[slot]:
             raise PlanRefused(f"{name}: generation {message.generation} after {self._generation[slot]}")
@@ -119,8 +136,8 @@ class SlotTable:
         self._table[slot, : len(blocks)] = blocks
         self._num_blocks_of[slot] = len(blocks)
         self._tokens[slot, :known] = tokens
-        self._registered[slot] = True
-        self._generation[slot] = message.generation
+        self._room[slot] = len(blocks) * self._block_size
+        self._generation[slot] = self._owner[slot] = message.generation
         self._computed[slot] = message.computed
         self._known[slot] = self._arrived[slot] = known
         self._prompt_len[slot] = message.prompt_len
@@ -144,13 +161,13 @@ class SlotTable:
         self._stop_ids[slot] = -1
         self._stop_ids[slot, : len(stops)] = stops
 
-    def _grow(self, slots: NDArray[np.int64], blocks: NDArray[np.uint32]) -> None:
+    def _grow(self, slots: Int64, blocks: NDArray[np.uint32]) -> None:
         if len(slots) != len(blocks):
             raise PlanRefused(f"growth: {len(slots)} slots and {len(blocks)} blocks")
         if not len(slots):
             return
         self._require_registered(slots, "grow_slots")
-        if len(np.unique(slots)) != len(slots):
+        if not self._distinct(slots):
             raise PlanRefused("growth: a slot grows twice")
         if blocks.max() >= self._num_blocks:
             raise PlanRefused(f"growth: block {blocks.max()} of {self._num_blocks}")
@@ -159,99 +176,120 @@ class SlotTable:
             raise PlanRefused(f"growth: slot {slots[ends.argmax()]} has {ends.max()} blocks, the most there can be")
         self._table[slots, ends] = blocks
         self._num_blocks_of[slots] = ends + 1
+        self._room[slots] += self._block_size
 
     # -- deriving the batch ----------------------------------------------------------------------------------
 
-    def _rows(self, plan: BatchPlan) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
-        """Slots and query lengths of all rows, and how many of them decode."""
+    def _rows(self, plan: BatchPlan) -> tuple[Int64, Int64 | None, int]:
+        """Slots and query lengths of all rows (None: all decode), and how many of them decode."""
         bits = np.unpackbits(np.frombuffer(plan.decodes, np.uint8), bitorder="little")
-        decodes = np.flatnonzero(bits)
+        decodes = bits.nonzero()[0]
         if len(decodes) and decodes[-1] >= self._num_slots:
             raise PlanRefused(f"decodes: slot {decodes[-1]} of {self._num_slots}")
         chunks = self._slots_of(plan.chunk_slots, "chunk_slots")
-        lengths = _words(plan.chunk_tokens, "chunk_tokens").astype(np.int64)
+        lengths = _words(plan.chunk_tokens, "chunk_tokens")
         if len(chunks) != len(lengths):
             raise PlanRefused(f"chunks: {len(chunks)} slots and {len(lengths)} lengths")
         if not len(chunks):
-            return decodes, np.ones(len(decodes), np.int64), len(decodes)
+            return decodes, None, len(decodes)
         if not lengths.all():
             raise PlanRefused(f"chunk of slot {chunks[lengths.argmin()]} is empty")
         order = np.argsort(chunks)
         slots = np.concatenate((decodes, chunks[order]))
-        if len(np.unique(slots)) != len(slots):
+        if len(slots) > self._num_slots or not self._distinct(slots):
             raise PlanRefused("a slot has two rows")
-        return slots, np.concatenate((np.ones(len(decodes), np.int64), lengths[order])), len(decodes)
+        queries = np.ones(len(slots), np.int64)
+        queries[len(decodes) :] = lengths[order]
+        return slots, queries, len(decodes)
 
     def _run(self, plan: BatchPlan) -> StageBatch:
         slots, queries, num_decodes = self._rows(plan)
-        self._require_registered(slots, "rows")
         before = self._computed[slots]
-        after = before + queries
-        known = self._known[slots]
-        cu_q = np.zeros(len(slots) + 1, np.int32)
-        np.cumsum(queries, out=cu_q[1:])
+        if queries is None:
+            after = before + 1
+            cu_q = self._counting[: len(slots) + 1]
+        else:
+            after = before + queries
+            cu_q = np.zeros(len(slots) + 1, np.int32)
+            np.cumsum(queries, out=cu_q[1:])
         total = int(cu_q[-1])
         if total > self._budget:
             raise PlanRefused(f"{total} tokens with a budget of {self._budget}")
+        known = self._known[slots]
         samples = after == known
         self._check_rows(slots, after, known, samples, num_decodes)
-
-        positions = np.arange(total, dtype=np.int64) + np.repeat(before - cu_q[:-1], queries)
-        block_of, offset = np.divmod(positions, self._block_size)
-        write = self._table[np.repeat(slots, queries), block_of].astype(np.int64) * self._block_size + offset
-        width = int(-(-after.max() // self._block_size)) if len(slots) else 0
-        sampling = self._sampling(np.flatnonzero(samples), slots[samples], known[samples]) if self._last else None
+        if queries is None:
+            positions, places = before, slots
+        else:
+            positions = np.arange(total) + np.repeat(before - cu_q[:-1], queries)
+            places = np.repeat(slots, queries)
+        block_of = positions // self._block_size
+        write = (self._table[places, block_of] - block_of) * self._block_size + positions
+        sampling = receivers = None
+        if self._last:
+            sampling, receivers = self._sampling(samples, slots, known)
         self._computed[slots] = after
         self._known[slots] = known + samples
         return StageBatch(
             step=plan.step,
             lane=plan.lane,
-            slots=slots.astype(np.int32),
+            slots=slots,
             num_decodes=num_decodes,
             cu_q=cu_q,
             positions=positions,
             kv_len=after.astype(np.int32),
-            block_table=self._table[slots, :width],
+            block_table=self._blocks_of(slots, after),
             write=write,
             ids=None,
             sampling=sampling,
+            receivers=receivers,
         )
 
-    def _check_rows(
-        self,
-        slots: NDArray[np.int64],
-        after: NDArray[np.int64],
-        known: NDArray[np.int64],
-        samples: NDArray[np.bool_],
-        num_decodes: int,
-    ) -> None:
+    def _blocks_of(self, slots: Int64, after: Int64) -> Int32:
+        width = int(-(-after.max() // self._block_size)) if len(slots) else 0
+        if 4 * width > self._max_blocks:
+            # Whole rows are copied faster than parts of rows, unless the parts are small.
+            return self._table.take(slots, axis=0)[:, :width]
+        return self._table[slots, :width]
+
+    def _check_rows(self, slots: Int64, after: Int64, known: Int64, samples: Flags, num_decodes: int) -> None:
+        """Refuse the first row that asks for what it cannot have."""
+        late = np.count_nonzero(after > np.minimum(known, self._room[slots]))
+        full = np.count_nonzero(samples & (known >= self._max_len[slots]))
+        if not late and not full and np.count_nonzero(samples[:num_decodes]) == num_decodes:
+            return
+        self._require_registered(slots, "rows")
         if (bad := after > known).any():
             row = bad.argmax()
             raise PlanRefused(f"slot {slots[row]}: to {after[row]} tokens, {known[row]} are known")
         if not samples[:num_decodes].all():
             row = samples[:num_decodes].argmin()
             raise PlanRefused(f"slot {slots[row]} decodes at {after[row] - 1}, {known[row]} tokens are known")
-        if (bad := after > self._num_blocks_of[slots] * self._block_size).any():
+        if (bad := after > self._room[slots]).any():
             row = bad.argmax()
             blocks = self._num_blocks_of[slots[row]]
             raise PlanRefused(f"slot {slots[row]}: {after[row]} tokens past its {blocks} blocks")
-        if (bad := samples & (known >= self._max_len[slots])).any():
-            row = bad.argmax()
-            raise PlanRefused(f"slot {slots[row]} would sample past its {known[row]} tokens, its maximum")
+        row = (samples & (known >= self._max_len[slots])).argmax()
+        raise PlanRefused(f"slot {slots[row]} would sample past its {known[row]} tokens, its maximum")
 
-    def _sampling(
-        self, rows: NDArray[np.int64], slots: NDArray[np.int64], position: NDArray[np.int64]
-    ) -> SamplingRows:
-        return SamplingRows(
-            rows=rows.astype(np.int32),
+    def _sampling(self, samples: Flags, slots: Int64, known: Int64) -> tuple[SamplingRows, Receivers]:
+        if np.count_nonzero(samples) == len(slots):
+            rows = self._counting[: len(slots)]
+        else:
+            rows = samples.nonzero()[0].astype(np.int32)
+            slots, known = slots[samples], known[samples]
+        sampling = SamplingRows(
+            rows=rows,
             temperature=self._temperature[slots],
             top_k=self._top_k[slots],
             top_p=self._top_p[slots],
             seed=self._seed[slots],
             index=self._index[slots],
-            position=position,
+            position=known,
             prompt_len=self._prompt_len[slots],
         )
+        stop_ids = self._stop_ids.take(slots, axis=0)
+        return sampling, Receivers(slots, self._owner[slots], stop_ids, self._min_len[slots])
 
     # -- ids in and out --------------------------------------------------------------------------------------
 
@@ -259,30 +297,25 @@ class SlotTable:
         """First stage: whether every row's input ids are here. A row in doubt is one whose id is being
         sampled.
         """
-        return bool((self._arrived[batch.slots] >= batch.kv_len).all())
+        return not np.count_nonzero(self._arrived[batch.slots] < batch.kv_len)
 
     def fill_inputs(self, batch: StageBatch) -> None:
         """First stage: set ``batch.ids``; only when ``inputs_arrived``."""
-        queries = np.diff(batch.cu_q)
-        batch.ids = self._tokens[np.repeat(batch.slots, queries), batch.positions].astype(np.int64)
+        places = batch.slots
+        if len(places) != batch.num_tokens:
+            places = np.repeat(places, np.diff(batch.cu_q))
+        batch.ids = self._tokens[places, batch.positions].astype(np.int64)
 
     def append(self, slots: Int64, generations: Int64, ids: Int64) -> None:
         """First stage: take ids that the last stage sampled, one a slot. Those of an older registration are
         dropped.
         """
-        current = self._registered[slots] & (self._generation[slots] == generations)
-        slots, ids = slots[current], ids[current]
+        current = self._owner[slots] == generations
+        if np.count_nonzero(current) < len(slots):
+            slots, ids = slots[current], ids[current]
         ends = self._arrived[slots]
         self._tokens[slots, ends] = ids
         self._arrived[slots] = ends + 1
-
-    def generations(self, slots: Int32 | Int64) -> Int64:
-        return self._generation[slots]
-
-    def stopped(self, slots: Int64, ids: Int64, position: Int64) -> Int64:
-        """Those of ``slots`` whose sampled id is one of their stop ids and not too early."""
-        hits = (self._stop_ids[slots] == ids[:, None]).any(axis=1) & (position + 1 >= self._min_len[slots])
-        return slots[hits]
 
     def digest(self, step: int) -> int | None:
         """The checksum of the slots that ``step`` audits, None where it audits none. Call between two plans."""
@@ -296,7 +329,7 @@ class SlotTable:
                 self._table[slot, : self._num_blocks_of[slot]].astype("<u4").tobytes(),
             )
             for slot in audited(step, self._num_slots)
-            if self._registered[slot]
+            if self._owner[slot] >= 0
         )
 
 

@@ -6,9 +6,16 @@ another hello, ``Quit`` and SIGTERM end it after the running iteration. What it 
 ``Resync`` and then ignores plans until the next ``Start``. A malformed frame never ends it; an exception
 inside an iteration does, with code 1.
 
-After an iteration: hidden states or sampled ids go out first, since another stage waits for them; then the
-socket is emptied, so that a plan which was already waiting is known to have been; then the result goes to
-control. Times are microseconds of ``time.monotonic_ns``.
+The host works while the device computes, so that little is left to do between two iterations:
+
+    device   |------- step k -------|                |------ step k + 1 ------|
+    host     |result k-1, inbox,    |hidden states or|result k, inbox,
+             |batch of step k + 1   |ids of k; launch|batch of step k + 2
+
+Hidden states or sampled ids go out first, since another stage waits for them; then the next iteration is launched
+if its inputs are there; then the result goes to control. A runner that computes in the calling thread (``done`` is
+None) would delay the result by an iteration: then it goes out before the launch. What was refused while an iteration
+ran is reported after its result. Times are microseconds of ``time.monotonic_ns``.
 """
 
 import argparse
@@ -18,7 +25,6 @@ import logging
 import os
 import signal
 import sys
-import time
 from collections import deque
 from collections.abc import Callable
 from types import FrameType
@@ -41,8 +47,8 @@ from ..control.wire import (
 )
 from ..control.wire.lifeline import ParentGone, die_with_parent
 from ..control.wire.sockets import close_context, dial_dealer, new_context
-from .batch import Runner
-from .executor import Limits, StageExecutor
+from .batch import Runner, now_us
+from .executor import Limits, Outcome, StageExecutor
 from .links import LinkBroken, StageLinks
 from .slots import PlanRefused
 
@@ -51,10 +57,6 @@ log = logging.getLogger(__name__)
 HEARTBEAT_US = 1_000_000
 #: At most one line about malformed frames in this time.
 _COMPLAINT_US = 1_000_000
-
-
-def now_us() -> int:
-    return time.monotonic_ns() // 1000
 
 
 class Worker:
@@ -68,11 +70,21 @@ class Worker:
         self._context = new_context()
         identity = f"worker-{replica}-{stage}-{os.getpid()}".encode()
         self._control = dial_dealer(self._context, connect, identity=identity)
+        #: What to wait for while nothing runs, and while an iteration does: then inputs of the next one may wait.
         self._poller = zmq.Poller()
         self._poller.register(self._control, zmq.POLLIN)
+        self._running_poller = zmq.Poller()
+        self._running_poller.register(self._control, zmq.POLLIN)
+        self._done = runner.done
+        if self._done is not None:
+            self._running_poller.register(self._done, zmq.POLLIN)
         #: Messages taken from the socket and not yet handled, with the time at which they were there.
         self._inbox: deque[tuple[list[bytes], int]] = deque()
+        #: When the last iteration ended.
         self._ended_us = now_us()
+        #: The outcome of which control has not been told, with the idle and starved time before it.
+        self._owed: tuple[Outcome, int, int] | None = None
+        self._reads_hidden = False
         self._beat_us = self._ended_us + HEARTBEAT_US
         self._complaint_us = 0
         #: The instance that last asked for another hello, and when.
@@ -87,10 +99,14 @@ class Worker:
         """Serve until told to stop. Returns the exit code. ``wake``: a descriptor whose input ends a wait."""
         if wake is not None:
             self._poller.register(wake, zmq.POLLIN)
+            self._running_poller.register(wake, zmq.POLLIN)
         try:
             self._hello()
             while not self._stopping:
                 self._turn()
+            if self._executor.running:
+                self._finish()
+            self._settle()
         except Exception:
             log.exception("the worker fails at step %d of epoch %d", self._executor.expected, self._executor.epoch)
             return 1
@@ -100,13 +116,25 @@ class Worker:
         return 0
 
     def _turn(self) -> None:
-        ready = self._ready()
-        left_us = self._beat_us - now_us()
-        self._poller.poll(0 if ready else max(0, -(-left_us // 1000)))
+        executor = self._executor
+        launched = not executor.running and self._ready() and self._launch()
+        self._settle()
+        executor.prepare()
+        if executor.running:
+            self._listen(self._running_poller)
+        else:
+            # What computed at once may be followed by the next; messages are read between the two.
+            self._listen(self._poller, at_once=launched)
+
+    def _listen(self, poller: zmq.Poller, at_once: bool = False) -> None:
+        """Wait for something to do, and do it unless it is an iteration to launch."""
+        wait_us = 0 if at_once or self._inbox else max(0, self._beat_us - now_us())
+        ready = poller.poll(-(-wait_us // 1000))
+        if poller is self._running_poller and any(source == self._done for source, _ in ready):
+            self._finish()
+            return
         self._receive(now_us())
         self._handle_inbox()
-        if not self._stopping and self._ready():
-            self._iterate()
         if now_us() >= self._beat_us:
             self._send(Heartbeat(epoch=self._executor.epoch))
 
@@ -136,10 +164,7 @@ class Worker:
                 self._complain(f"not a message: {error}")
                 continue
             if isinstance(messages[-1], BatchPlan | Register):
-                try:
-                    self._executor.accept_messages(messages, received_us)
-                except PlanRefused as error:
-                    self._resync(str(error))
+                self._executor.accept_messages(messages, received_us)
             elif len(messages) == 1:
                 self._handle(messages[0])
             else:
@@ -163,6 +188,7 @@ class Worker:
             self._complain(f"a worker has no use for {type(message).__name__}")
 
     def _start(self, start: Start) -> None:
+        # What runs belongs to the epoch before: nobody waits for its result.
         self._leave()
         try:
             self._executor.start(start)
@@ -191,14 +217,14 @@ class Worker:
         self._links = None
 
     def _resync(self, reason: str) -> None:
+        self._settle()
         log.warning("resync at step %d of epoch %d: %s", self._executor.expected, self._executor.epoch, reason)
         self._send(Resync(epoch=self._executor.epoch, expected=self._executor.expected, reason=reason[:4096]))
 
     def _complain(self, reason: str) -> None:
         """A frame from control made no sense. A plan may have been lost with it, so an epoch cannot go on."""
         if self._executor.epoch and not self._executor.refused:
-            self._executor.refuse()
-            self._resync(reason)
+            self._executor.close(reason)
         elif now_us() >= self._complaint_us:
             self._complaint_us = now_us() + _COMPLAINT_US
             log.warning("ignored: %s", reason)
@@ -208,9 +234,9 @@ class Worker:
     def _ready(self) -> bool:
         """Take in what other stages sent; whether the oldest plan can run."""
         links, executor = self._links, self._executor
-        if links is None:
-            return False
         try:
+            if links is None:
+                return executor.can_run()
             links.drain()
             while (sampled := links.take_ids()) is not None:
                 executor.take_ids(sampled)
@@ -228,28 +254,42 @@ class Worker:
             self._links.close()
         self._links = None
 
-    def _iterate(self) -> None:
+    def _launch(self) -> bool:
+        """Start the oldest plan, whose inputs are here."""
         links, executor = self._links, self._executor
         assert links is not None
-        started_us = now_us()
-        needs_hidden = executor.awaited_step() is not None
-        outcome = executor.execute(links.hidden() if needs_hidden else None)
-        ended_us = now_us()
+        self._reads_hidden = executor.awaited_step() is not None
+        if not executor.launch(links.hidden() if self._reads_hidden else None):
+            self._settle()
+            self._finish()
+        return True
+
+    def _finish(self) -> None:
+        """Take what the iteration left, and give it to the stage that waits for it."""
+        links, executor = self._links, self._executor
+        assert links is not None
+        outcome = executor.collect()
+        idle_us = max(0, outcome.started_us - self._ended_us)
+        starved_us = min(idle_us, max(0, outcome.received_us - self._ended_us))
+        self._ended_us = outcome.ended_us
+        self._owed = outcome, idle_us, starved_us
         try:
             if outcome.hidden is not None:
                 links.send_hidden(outcome.step, outcome.hidden)
             elif outcome.sampled is not None and not executor.first:
                 links.send_ids(outcome.sampled)
+            if self._reads_hidden:
+                links.finish_hidden()
         except LinkBroken as error:
             self._break(error)
-            return
-        if needs_hidden:
-            links.finish_hidden()
-        self._receive(ended_us)
-        idle_us = max(0, started_us - self._ended_us)
-        starved_us = min(idle_us, max(0, outcome.received_us - self._ended_us))
-        self._ended_us = ended_us
-        self._send(outcome.result(started_us, ended_us, idle_us, starved_us))
+        # A plan that has come by now is known to have been there.
+        self._receive(outcome.ended_us)
+
+    def _settle(self) -> None:
+        """Send control the result that it is owed."""
+        if self._owed is not None:
+            (outcome, idle_us, starved_us), self._owed = self._owed, None
+            self._send(outcome.result(outcome.started_us, outcome.ended_us, idle_us, starved_us))
 
 
 # -- the process ---------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ device's time is planned (``ScriptedRunner``) and the host's should be spent on 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..batch import Int64, ModelInfo, StageBatch
+from ..batch import Finished, Int64, ModelInfo, StageBatch, compute_now
 
 
 class BlankRunner:
@@ -13,16 +13,27 @@ class BlankRunner:
     def __init__(self, stage: int, stages: int, info: ModelInfo) -> None:
         self._last = stage == stages - 1
         self._info = info
+        self._finished: Finished
 
     @property
     def info(self) -> ModelInfo:
         return self._info
+
+    @property
+    def done(self) -> None:
+        return None
 
     def start(self, num_blocks: int) -> None:
         """There is nothing to forget."""
 
     def warm_up(self, tokens: int) -> None:
         """There is nothing that gets faster."""
+
+    def launch(self, batch: StageBatch, hidden: NDArray[np.uint8] | None) -> None:
+        self._finished = compute_now(self.run, batch, hidden)
+
+    def collect(self) -> Finished:
+        return self._finished
 
     def run(self, batch: StageBatch, hidden: NDArray[np.uint8] | None) -> NDArray[np.uint8] | Int64:
         if not self._last:

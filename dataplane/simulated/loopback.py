@@ -36,7 +36,9 @@ class LoopbackReplica:
             executor.start(start)
 
     def submit(self, frames: Sequence[bytes]) -> None:
-        """Give a plan (REGISTER frames, then the PLAN) to all stages. Raises ``PlanRefused``."""
+        """Give a plan (REGISTER frames, then the PLAN) to all stages. One that cannot be followed is
+        refused when its turn comes.
+        """
         for executor in self.executors:
             executor.accept(frames)
 

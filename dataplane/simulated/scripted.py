@@ -6,12 +6,12 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..batch import ModelInfo, Runner, StageBatch
+from ..batch import Finished, ModelInfo, Runner, StageBatch
+from .alarm import Alarm
 
 #: Work between two iterations shorter than this does not delay the device's timeline: a device has a queue.
 HOST_SLACK_S = 1e-3
@@ -31,9 +31,10 @@ class ScriptedRunner:
     """``inner`` on a device that needs ``step_s`` seconds an iteration and ``per_token_s`` for each of its
     tokens.
 
-    Iterations that follow each other without a pause end at exact multiples of their cost: each sleeps until
-    its deadline, so that neither oversleeping nor the host's work between two of them adds up. What ``inner``
-    itself needs is part of the cost, not added to it.
+    Iterations that follow each other without a pause end at exact multiples of their cost: each ends at its
+    deadline, so that neither noticing it late nor the host's work between two of them adds up. What ``inner``
+    itself needs is part of the cost, not added to it: it computes at launch, and the rest of the time passes by
+    itself.
 
     When a running batch has the token ``crash_on`` (``hang_on``), the process exits (hangs) in that
     iteration. Tokens of a prompt are in a batch when they are prefilled, so a request recomputed after a
@@ -63,10 +64,17 @@ class ScriptedRunner:
         self._crash = crash
         self._hang = hang
         self._free_at = -1.0
+        self._ends_at = -1.0
+        self._finished: Finished
+        self._alarm = Alarm() if step_s or per_token_s else None
 
     @property
     def info(self) -> ModelInfo:
         return self._inner.info
+
+    @property
+    def done(self) -> int | None:
+        return None if self._alarm is None else self._alarm.descriptor
 
     def start(self, num_blocks: int) -> None:
         self._inner.start(num_blocks)
@@ -74,7 +82,7 @@ class ScriptedRunner:
     def warm_up(self, tokens: int) -> None:
         self._inner.warm_up(tokens)
 
-    def run(self, batch: StageBatch, hidden: NDArray[np.uint8] | None) -> NDArray[Any]:
+    def launch(self, batch: StageBatch, hidden: NDArray[np.uint8] | None) -> None:
         now = self._clock()
         begin = self._free_at if now - self._free_at < HOST_SLACK_S else now
         self._free_at = begin + self._step_s + self._per_token_s * batch.num_tokens
@@ -82,11 +90,20 @@ class ScriptedRunner:
             self._crash()
         if self._hang_on is not None and self._has(batch, hidden, self._hang_on):
             self._hang()
-        output = self._inner.run(batch, hidden)
-        left = self._free_at - self._clock()
+        self._inner.launch(batch, hidden)
+        output = self._inner.collect().output
+        self._ends_at = max(self._free_at, self._clock())
+        self._finished = Finished(output, _microseconds(now), _microseconds(self._ends_at))
+        if self._alarm is not None:
+            self._alarm.set(self._ends_at)
+
+    def collect(self) -> Finished:
+        if self._alarm is not None:
+            self._alarm.clear()
+        left = self._ends_at - self._clock()
         if left > 0:
             self._sleep(left)
-        return output
+        return self._finished
 
     def _has(self, batch: StageBatch, hidden: NDArray[np.uint8] | None, token: int) -> bool:
         if batch.ids is not None:
@@ -94,3 +111,7 @@ class ScriptedRunner:
         assert hidden is not None
         words = np.ascontiguousarray(hidden).view(np.uint64).reshape(-1, 2)
         return bool((words[:, 0] >> np.uint64(32) == np.uint64(token)).any())
+
+
+def _microseconds(seconds: float) -> int:
+    return int(seconds * 1e6)

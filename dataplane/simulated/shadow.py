@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from ...control.wire import Sampling
 from ...control.wire.client import GREEDY
-from ..batch import Int64, ModelInfo, StageBatch
+from ..batch import Finished, Int64, ModelInfo, StageBatch, compute_now
 
 UInt64 = NDArray[np.uint64]
 
@@ -90,12 +90,17 @@ class ShadowRunner:
             hidden_bytes=16,
             tile=tile,
         )
+        self._finished: Finished
         self._layer_a: UInt64 = np.empty((0, block_size), np.uint64)
         self._layer_b: UInt64 = np.empty((0, block_size), np.uint64)
 
     @property
     def info(self) -> ModelInfo:
         return self._info
+
+    @property
+    def done(self) -> None:
+        return None
 
     def start(self, num_blocks: int) -> None:
         shape = (num_blocks, self._info.block_size)
@@ -104,6 +109,12 @@ class ShadowRunner:
 
     def warm_up(self, tokens: int) -> None:
         """There is nothing that gets faster."""
+
+    def launch(self, batch: StageBatch, hidden: NDArray[np.uint8] | None) -> None:
+        self._finished = compute_now(self.run, batch, hidden)
+
+    def collect(self) -> Finished:
+        return self._finished
 
     def run(self, batch: StageBatch, hidden: NDArray[np.uint8] | None) -> NDArray[np.uint8] | Int64:
         positions = batch.positions.astype(np.uint64)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from evenflow.control.wire import BatchPlan, Heartbeat, Register, Start, encode
+from evenflow.control.wire.digest import audit_digest
 from evenflow.dataplane.executor import Limits, StageExecutor
 from evenflow.dataplane.simulated.loopback import LoopbackReplica
 from evenflow.dataplane.simulated.shadow import ShadowRunner, shadow_tokens
@@ -28,7 +29,7 @@ def start(stages: int = 1, **changes: object) -> Start:
 def register(slot: int = 0, generation: int = 1, **changes: object) -> bytes:
     fields = {"request": 1, "prompt_len": len(PROMPT), "computed": 0, "max_len": 256}
     tokens = np.array(changes.pop("tokens", PROMPT), "<u4").tobytes()
-    blocks = np.array([slot], "<u4").tobytes()
+    blocks = np.array([slot, slot + 1], "<u4").tobytes()
     return encode(Register(slot, generation, tokens=tokens, blocks=blocks, **{**fields, **changes}))
 
 
@@ -141,8 +142,9 @@ def test_a_new_epoch_forgets_everything():
     pipe.run_stage(0)
     pipe.start(start(2, epoch=9))
     assert pipe.run_one() == []
+    pipe.submit([decode(0)])
     with pytest.raises(PlanRefused, match="epoch 1 in epoch 9"):
-        pipe.submit([decode(0)])
+        pipe.can_run(0)
     pipe.start(start(2, epoch=10))
     pipe.submit([register(), chunk(0, epoch=10)])
     assert np.frombuffer(pipe.run_one()[-1].ids, "<u4").tolist() == shadow_tokens(PROMPT, 1)
@@ -162,9 +164,10 @@ def test_a_new_epoch_forgets_everything():
 def test_refused_plans_close_the_epoch(frames, reason):
     executor = StageExecutor(ShadowRunner(num_blocks=64), 0, 1)
     executor.start(start())
-    with pytest.raises(PlanRefused, match=reason):
-        executor.accept(frames)
+    executor.accept(frames)
     assert executor.refused
+    with pytest.raises(PlanRefused, match=reason):
+        executor.can_run()
     executor.accept([register(), chunk(0)])
     assert not executor.can_run()
     executor.start(start())
@@ -183,10 +186,94 @@ def test_a_broken_reference_shows_when_its_turn_comes():
     assert not executor.can_run()
 
 
+def running(*plans: list[bytes]) -> StageExecutor:
+    """An executor whose device has the first plan; the second is derived already."""
+    executor = StageExecutor(ShadowRunner(num_blocks=64), 0, 1)
+    executor.start(start())
+    for frames in plans:
+        executor.accept(frames)
+    assert executor.can_run()
+    executor.launch()
+    executor.prepare()
+    assert executor.running
+    return executor
+
+
+def test_a_broken_reference_found_ahead_does_not_touch_what_runs():
+    executor = running([register(), chunk(0)], [decode(1, slots=2)])
+    result = executor.collect().result()
+    assert np.frombuffer(result.ids, "<u4").tolist() == shadow_tokens(PROMPT, 1)
+    with pytest.raises(PlanRefused, match="step 1: rows: slot 1 is not registered"):
+        executor.can_run()
+
+
+def test_what_was_queued_before_a_refused_plan_still_runs():
+    executor = running([register(), chunk(0)], [decode(1)])
+    executor.accept([decode(3)])
+    executor.accept([decode(2)])
+    expected = shadow_tokens(PROMPT, 2)
+    assert executor.collect().sampled.ids.tolist() == expected[:1]
+    assert executor.can_run()
+    assert executor.execute().sampled.ids.tolist() == expected[1:]
+    with pytest.raises(PlanRefused, match="step 3 came, 2 was expected"):
+        executor.can_run()
+    assert not executor.can_run()
+
+
+def test_ids_belong_to_the_sequences_of_their_own_plan_whatever_was_derived_since():
+    (first,) = shadow_tokens(PROMPT, 1)
+    again = register(generation=2, tokens=[7, 8], prompt_len=2, stop_ids=(first + 1,))
+    executor = running(
+        [register(stop_ids=(first,)), chunk(0)],
+        [again, chunk(1, tokens=2, released=b"\0\0")],
+    )
+    outcome = executor.collect()
+    assert outcome.sampled.generations.tolist() == [1]
+    assert outcome.result().stopped == b"\0\0"
+    assert executor.can_run()
+    outcome = executor.execute()
+    assert outcome.sampled.generations.tolist() == [2]
+    assert np.frombuffer(outcome.result().ids, "<u4").tolist() == shadow_tokens([7, 8], 1)
+    assert outcome.result().stopped == b""
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_digest_of_an_audited_step_does_not_see_the_next(ahead):
+    executor = StageExecutor(ShadowRunner(num_blocks=64), 0, 1)
+    executor.start(start())
+    executor.accept([register(), chunk(0)])
+    for step in range(1, 17):
+        executor.accept([decode(step)] if step != 16 else [encode(BatchPlan(1, 16, 0, b"", released=b"\0\0"))])
+    digests = []
+    for _ in range(17):
+        assert executor.can_run()
+        executor.launch()
+        if ahead:
+            executor.prepare()
+        digests.append(executor.collect().digest)
+    # After step 15 the prompt and 14 of the 15 sampled tokens are in the cache, and slot 0 is not released yet.
+    assert digests == [None] * 15 + [audit_digest([(0, 1, len(PROMPT) + 15, [0, 1])]), None]
+
+
+def test_a_new_epoch_begins_while_an_iteration_runs():
+    executor = running([register(), chunk(0)], [decode(1)])
+    executor.start(start(epoch=2))
+    assert not executor.running
+    assert not executor.can_run()
+    executor.accept([register(tokens=[3, 4], prompt_len=2), chunk(0, tokens=2, epoch=2)])
+    assert executor.can_run()
+    outcome = executor.execute()
+    assert outcome.result().epoch == 2
+    assert outcome.sampled.ids.tolist() == shadow_tokens([3, 4], 1)
+    with pytest.raises(RuntimeError, match="nothing runs"):
+        executor.collect()
+
+
 def test_plans_before_an_epoch_are_refused():
     executor = StageExecutor(ShadowRunner(num_blocks=64), 0, 1)
+    executor.accept([decode(0)])
     with pytest.raises(PlanRefused, match="before an epoch"):
-        executor.accept([decode(0)])
+        executor.can_run()
 
 
 @pytest.mark.parametrize(

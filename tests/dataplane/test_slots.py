@@ -150,7 +150,7 @@ def test_growth_adds_a_block_at_the_end(table):
 
 
 def test_stops_count_from_the_minimum_length_and_lists_may_be_long(table):
-    table.apply(
+    batch = table.apply(
         [
             register(0, stop_ids=(4, 5), min_len=6),
             register(1, blocks=(4, 5), stop_ids=tuple(range(64)), min_len=7),
@@ -158,9 +158,10 @@ def test_stops_count_from_the_minimum_length_and_lists_may_be_long(table):
         ],
         plan(chunks=[(0, 5), (1, 5), (2, 5)]),
     )
-    slots, position = np.array([0, 1, 2]), np.array([5, 5, 5])
-    assert table.stopped(slots, np.array([4, 4, 4]), position).tolist() == [0]
-    assert table.stopped(slots, np.array([6, 63, 0]), position + 1).tolist() == [1]
+    position = np.array([5, 5, 5])
+    assert batch.receivers.slots.tolist() == [0, 1, 2]
+    assert batch.receivers.stopped(np.array([4, 4, 4]), position).tolist() == [0]
+    assert batch.receivers.stopped(np.array([6, 63, 0]), position + 1).tolist() == [1]
 
 
 def test_middle_and_first_stages_do_not_sample():

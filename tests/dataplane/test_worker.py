@@ -255,6 +255,54 @@ def test_a_gap_is_answered_once_and_plans_are_ignored_until_the_next_epoch(contr
     assert first_id(control.results()[0]) == shadow_tokens(PROMPT, 1)[0]
 
 
+@pytest.mark.parametrize(
+    ("behind", "reason"),
+    [
+        ([encode(BatchPlan(1, 1, 0, b"\x02"))], "slot 1 is not registered"),
+        ([decode(2)], "step 2 came, 1 was expected"),
+        ([b"garbage"], "not a message"),
+    ],
+)
+def test_what_is_refused_behind_a_running_iteration_is_reported_after_its_result(control_of, behind, reason):
+    control = control_of()
+    control.spawn("--step-ms", "400")
+    control.join()
+    control.start()
+    control.plan(register(), chunk(0))
+    control.plan(*behind)
+    assert first_id(control.receive(Result, Resync)[1]) == shadow_tokens(PROMPT, 1)[0]
+    assert reason in control.receive(Result, Resync)[1].reason
+    control.start(2)
+    control.plan(register(), chunk(0, epoch=2))
+    assert first_id(control.results()[0]) == shadow_tokens(PROMPT, 1)[0]
+
+
+def test_a_start_comes_while_an_iteration_runs(control_of):
+    """What ran belongs to an epoch that nobody asks about any more: it has no result, and leaves no trace."""
+    control = control_of()
+    control.spawn("--step-ms", "400")
+    control.join()
+    control.start()
+    control.plan(register(), chunk(0))
+    control.plan(decode(1))
+    control.send(Start(2, 1, 64, 16, 8, 64, 512, control.links))
+    control.plan(register(prompt=[9, 8, 7]), chunk(0, tokens=3, epoch=2))
+    kinds = Started, Result, Resync
+    assert control.receive(*kinds)[1] == Started(2)
+    result = control.receive(*kinds)[1]
+    assert (result.epoch, result.step, first_id(result)) == (2, 0, shadow_tokens([9, 8, 7], 1)[0])
+
+
+def test_a_worker_listens_while_an_iteration_runs(control_of):
+    control = control_of()
+    control.spawn("--step-ms", "1500")
+    control.join()
+    control.start()
+    control.plan(register(), chunk(0))
+    assert control.receive(Heartbeat, Result)[1] == Heartbeat(epoch=1)
+    assert control.receive(Heartbeat, Result)[1].step == 0
+
+
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_broken_reference_is_answered_by_every_stage(control_of, stages):
     control = control_of(stages)

@@ -1,5 +1,8 @@
 """Planned time on a clock of the test's own, and the tokens that crash or hang."""
 
+import select
+import time
+
 import numpy as np
 import pytest
 from evenflow.control.wire import BatchPlan, Register, Start, encode
@@ -22,12 +25,16 @@ class Device:
         self.now += seconds + 0.0001
 
 
-def run(replica: LoopbackReplica, step: int, prompt) -> None:
+def submit(replica: LoopbackReplica, step: int, prompt) -> None:
     tokens = np.array(prompt, "<u4").tobytes()
     count = np.array([len(prompt)], "<u4").tobytes()
     register = Register(step, 1, 1, tokens, len(prompt), 0, np.array([step], "<u4").tobytes(), 64)
     plan = BatchPlan(1, step, 0, b"", chunk_slots=np.array([step], "<u2").tobytes(), chunk_tokens=count)
     replica.submit([encode(register), encode(plan)])
+
+
+def run(replica: LoopbackReplica, step: int, prompt) -> None:
+    submit(replica, step, prompt)
     replica.run_one()
 
 
@@ -64,6 +71,31 @@ def test_a_slow_inner_runner_is_part_of_the_cost():
     runner = ScriptedRunner(Slow(num_blocks=64), 0.005, clock=device.clock, sleep=device.sleep)
     run(replica_of(runner), 0, [1])
     assert device.now == pytest.approx(100.0051)
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_the_end_of_an_iteration_is_told_by_a_descriptor(ended):
+    device = Device()
+    runner = ScriptedRunner(ShadowRunner(num_blocks=64), 3600, clock=device.clock, sleep=device.sleep)
+    replica = replica_of(runner)
+    (executor,) = replica.executors
+    readable = select.poll()
+    readable.register(runner.done, select.POLLIN)
+    assert not readable.poll(0)
+    device.now = time.monotonic() - 3600 * ended
+    submit(replica, 0, [1])
+    assert executor.can_run()
+    assert executor.launch()
+    for _ in range(2):
+        # Until it is collected.
+        assert bool(readable.poll(5000 * ended)) is ended
+    outcome = executor.collect()
+    assert outcome.ended_us - outcome.started_us == pytest.approx(3600e6, abs=2)
+    assert not readable.poll(0)
+
+
+def test_without_planned_time_an_iteration_ends_at_its_launch():
+    assert ScriptedRunner(ShadowRunner(num_blocks=64)).done is None
 
 
 @pytest.mark.parametrize("stage", [0, 1])
