@@ -10,8 +10,10 @@ import sys
 import uvloop
 
 from .core.events import Limits
+from .gatekeeper import Door
 from .logs import configure
 from .server import ControlOptions, serve
+from .wire.keys import ROLES, KeyFault
 from .wire.lifeline import ParentGone, die_with_parent
 from .wire.sockets import EndpointError
 
@@ -32,6 +34,11 @@ def _options(argv: list[str]) -> tuple[ControlOptions, argparse.Namespace]:
     parser.add_argument("--hang-timeout", type=float, default=15.0)
     parser.add_argument("--drain-timeout", type=float, default=30.0)
     parser.add_argument("--served-model-name", default=None)
+    for role in ROLES:
+        parser.add_argument(f"--listen-{role}s", metavar="ENDPOINT", help=f"tcp:// endpoint for other {role}s, too")
+        parser.add_argument(f"--listen-{role}s-fd", type=int, help="descriptor of a socket that listens there")
+    parser.add_argument("--keys", metavar="FOLDER", help="server.key and the allow-lists, for tcp:// endpoints")
+    parser.add_argument("--insecure", action="store_true", help="bind tcp:// endpoints without keys")
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     args = parser.parse_args(argv)
     for name, least in (("replicas", 1), ("stages", 1), ("token_budget", 1), ("max_num_seqs", 1)):
@@ -56,6 +63,13 @@ def _options(argv: list[str]) -> tuple[ControlOptions, argparse.Namespace]:
         hang_timeout=args.hang_timeout,
         drain_timeout=args.drain_timeout,
         model_name=args.served_model_name,
+        doors=tuple(
+            Door(role, endpoint, getattr(args, f"listen_{role}s_fd"))
+            for role in ROLES
+            if (endpoint := getattr(args, f"listen_{role}s")) is not None
+        ),
+        keys=args.keys,
+        insecure=args.insecure,
     )
     return options, args
 
@@ -80,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
         die_with_parent()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(options))
-    except (EndpointError, ParentGone) as error:
+    except (EndpointError, KeyFault, ParentGone) as error:
         print(f"evenflow control: {error}", file=sys.stderr)
         return 1
     return 0

@@ -5,6 +5,7 @@ one message is handed out to all its streams at once.
 """
 
 import asyncio
+import os
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -18,12 +19,16 @@ from .client_state import ClientState, Finish, Request, pack_ids
 from .token_logprobs import TokenLogprob
 from .wire import Sampling, StatusReply, Welcome, WireError, decode_to_client, encode
 from .wire.client import GREEDY
-from .wire.sockets import Socket, WireContext, client_socket, close_context, new_context
+from .wire.dialling import Dialling, dial_followed
+from .wire.keys import dial_keys
+from .wire.sockets import CLIENT_HWM, Socket, WireContext, close_context, new_context
 
 #: How often time alone is looked at.
 _TIMER_S = 0.25
 #: A full pipe (the control process is down or slow) is tried again after this long.
 _BLOCKED_S = 0.05
+#: A server that refused the key may have learnt of it since.
+_REFUSED_S = 2.0
 #: Messages taken from the socket before other work of the event loop gets its turn.
 _BURST = 64
 
@@ -146,14 +151,27 @@ class Stream:
 
 
 class AsyncClient:
-    """A connection to the control process. All methods belong to the event loop in which it was opened."""
+    """A connection to the control process. All methods belong to the event loop in which it was opened.
 
-    def __init__(self, endpoint: str, *, name: str = "python", context: WireContext | None = None) -> None:
+    ``keys``: the folder with ``server.pub`` and ``client.key``, for a ``tcp://`` endpoint.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        name: str = "python",
+        context: WireContext | None = None,
+        keys: str | os.PathLike[str] | None = None,
+    ) -> None:
         self.endpoint = endpoint
+        self._keys = None if keys is None else dial_keys(keys, "client")
         self._state = ClientState(name)
         self._own_context = context is None
         self._context = context
         self._socket: Socket | None = None
+        self._dialling: Dialling | None = None
+        self._redial_at = 0.0
         self._connection = -1
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -235,7 +253,14 @@ class AsyncClient:
                         if waiter in self._waiters:
                             self._waiters.remove(waiter)
         except TimeoutError:
-            raise TimeoutError(self._state.problem or f"no answer from {self.endpoint}") from None
+            raise TimeoutError(self._state.problem or self._unconnected()) from None
+
+    def _unconnected(self) -> str:
+        if self._dialling is not None:
+            self._dialling.look()
+            if self._dialling.problem is not None:
+                return self._dialling.problem
+        return f"no answer from {self.endpoint}"
 
     async def wait_connected(self, timeout: float | None = None) -> Welcome:
         """Wait until the control process has answered. Raises ``TimeoutError``, which says what is known."""
@@ -325,6 +350,11 @@ class AsyncClient:
             return
         # What already lies in the socket counts before silence is judged.
         self._receive()
+        if self._dialling is not None:
+            self._dialling.look()
+            if self._dialling.refused and loop.time() >= self._redial_at:
+                self._drop_socket()
+                self._dial()
         self._state.on_timer(loop.time())
         self._timer = loop.call_later(_TIMER_S, self._on_timer)
         self._turn()
@@ -416,7 +446,10 @@ class AsyncClient:
 
     def _dial(self) -> None:
         assert self._context is not None and self._loop is not None
-        self._socket = client_socket(self._context, self.endpoint)
+        self._socket, self._dialling = dial_followed(
+            self._context, self.endpoint, receive_hwm=CLIENT_HWM, keys=self._keys
+        )
+        self._redial_at = self._loop.time() + _REFUSED_S
         self._connection = self._state.connection
         self._loop.add_reader(self._socket.fileno(), self._turn)
 
@@ -425,5 +458,8 @@ class AsyncClient:
             return
         if self._loop is not None:
             self._loop.remove_reader(self._socket.fileno())
+        if self._dialling is not None:
+            self._dialling.close()
+            self._dialling = None
         self._socket.close(0)
         self._socket = None

@@ -1,4 +1,4 @@
-"""A ROUTER in the control process's event loop: read without futures, written without waiting."""
+"""A socket in the control process's event loop: read without futures, written without waiting."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ BURST = 64
 
 
 class Intake:
-    """Reads a ROUTER whenever it has something. Its descriptor only signals changes, so after every send and every
-    read the socket is asked again."""
+    """Reads a socket whenever it has something, and gives ``take`` a message's first frame (of a ROUTER: who sent it)
+    and the others. The descriptor only signals changes, so after every send and every read the socket is asked again.
+    """
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, socket: Socket, take: Callable[[bytes, list[bytes]], None]

@@ -31,6 +31,7 @@ from .core.events import (
 )
 from .core.integrity import IntegrityError, check_integrity
 from .delivery import Delivery, Sent
+from .gatekeeper import Door, Gatekeeper, open_doors
 from .intake import Intake
 from .merging import RETRY_S
 from .refusals import refuse_frame
@@ -53,7 +54,8 @@ from .wire import (
     decode_from_worker,
     encode,
 )
-from .wire.sockets import bind_clients, bind_router, close_context, new_context
+from .wire.keys import Role
+from .wire.sockets import Socket, bind_clients, bind_router, close_context, new_context
 
 log = structlog.get_logger("evenflow.control")
 
@@ -62,7 +64,10 @@ TICK_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class ControlOptions:
-    """What the control process is started with. ``limits`` are wishes until the workers have said theirs."""
+    """What the control process is started with. ``limits`` are wishes until the workers have said theirs.
+
+    ``workers`` and ``clients`` are ``ipc://`` endpoints. For other machines: ``doors``, and the folder of ``keys``.
+    """
 
     workers: str
     clients: str
@@ -76,6 +81,9 @@ class ControlOptions:
     model_name: str | None = None
     #: Unfinished requests that one client may have.
     max_requests: int = MAX_REQUESTS
+    doors: tuple[Door, ...] = ()
+    keys: str | None = None
+    insecure: bool = False
 
 
 class ControlServer:
@@ -115,6 +123,13 @@ class ControlServer:
         self._context = new_context()
         self._workers = Intake(loop, bind_router(self._context, options.workers, hwm=65_536), self._from_worker)
         self._clients = Intake(loop, bind_clients(self._context, options.clients), self._from_client)
+        self.gatekeeper: Gatekeeper | None = None
+        try:
+            sockets: dict[Role, Socket] = {"worker": self._workers.socket, "client": self._clients.socket}
+            self.gatekeeper = open_doors(loop, self._context, sockets, options.doors, options.keys, options.insecure)
+        except BaseException:
+            self.close()
+            raise
 
     # ---- workers ---------------------------------------------------------------------------------------------
 
@@ -365,6 +380,7 @@ class ControlServer:
 
     def _values(self) -> dict[str, float]:
         values = snapshot(self.engine, self.supervisor, len(self.sessions.by_owner), self.bad_frames)
+        values["refused_connections_total"] = 0 if self.gatekeeper is None else self.gatekeeper.refused
         return {**values, **self.delivery.figures(), "client_replies_lost_total": self.replies_lost}
 
     # ---- time and end ----------------------------------------------------------------------------------------
@@ -395,6 +411,8 @@ class ControlServer:
         # A descriptor that signals changes only may have signalled while nobody looked.
         self._workers.kick()
         self._clients.kick()
+        if self.gatekeeper is not None:
+            self.gatekeeper.kick()
 
     def drain(self) -> None:
         """Refuse what is new, finish what runs, then stop. A second call stops at once."""
@@ -433,6 +451,8 @@ class ControlServer:
     def close(self) -> None:
         self._workers.close()
         self._clients.close()
+        if self.gatekeeper is not None:
+            self.gatekeeper.close()
         close_context(self._context)
 
 

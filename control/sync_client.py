@@ -1,6 +1,7 @@
 """The synchronous client: an ``AsyncClient`` in a thread, which keeps the connection alive between calls."""
 
 import asyncio
+import os
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
 from types import TracebackType
@@ -18,20 +19,22 @@ T = TypeVar("T")
 class Client:
     """The same for programs without an event loop. It keeps the connection alive in a thread of its own."""
 
-    def __init__(self, endpoint: str, *, name: str = "python") -> None:
+    def __init__(self, endpoint: str, *, name: str = "python", keys: str | os.PathLike[str] | None = None) -> None:
         self._endpoint = endpoint
         self._name = name
+        self._keys = keys
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._client: AsyncClient | None = None
 
     def open(self) -> None:
         """Connect. Returns at once."""
+        client = AsyncClient(self._endpoint, name=self._name, keys=self._keys)
         loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=loop.run_forever, name="evenflow-client", daemon=True)
         self._thread.start()
         self._loop = loop
-        self._client = AsyncClient(self._endpoint, name=self._name)
+        self._client = client
         try:
             self._run(self._client.open())
         except BaseException:

@@ -7,14 +7,14 @@
 - MAXMSGSIZE: a peer that announces a larger frame is disconnected before memory is set aside for it.
 - A context knows the process that made it and refuses to work in a forked child.
 - ``ipc://`` paths are checked for the system's limit, and a socket file is only replaced if nobody listens on
-  it; only the own user may connect. ``tcp://`` binds to loopback addresses.
+  it; only the own user may connect.
+- ``tcp://`` is for CURVE: a bind without keys is refused, on loopback addresses too, unless the caller insists. Peers
+  that fall silent are found by ZeroMQ's own heartbeats, whatever they compute.
 
-Callers: the control process, its clients and its workers. No event loop is
-assumed.
+Callers: the control process, its clients and its workers. No event loop is assumed.
 """
 
 import contextlib
-import ipaddress
 import os
 import socket as system_socket
 import stat
@@ -24,6 +24,7 @@ from typing import Any
 import zmq
 
 from .fields import MAX_MESSAGE_BYTES
+from .keys import DialKeys, Role, ServerKeys
 
 Socket = zmq.Socket[bytes]
 
@@ -36,6 +37,11 @@ CLIENT_HWM = 256
 #: How soon a lost connection is tried again, in milliseconds, and the slowest retry.
 _RECONNECT_MS = 20
 _RECONNECT_MAX_MS = 500
+#: Between machines: how often a peer is asked for a sign of life, and when it is given up, in milliseconds.
+_HEARTBEAT_MS = 2000
+_HEARTBEAT_TIMEOUT_MS = 10_000
+#: Who has not shown its key by then is disconnected.
+_HANDSHAKE_MS = 5000
 
 
 class EndpointError(OSError):
@@ -83,15 +89,46 @@ def bind_router(
     handover: bool = True,
     hwm: int = DEFAULT_HWM,
     send_hwm: int | None = None,
+    insecure: bool = False,
 ) -> Socket:
     """A ROUTER on ``endpoint``. With ``handover`` a peer that dials again under its old name replaces itself.
-    ``hwm`` bounds its queues, ``send_hwm`` those of what it sends."""
+    ``hwm`` bounds its queues, ``send_hwm`` those of what it sends.
+
+    ``insecure``: a ``tcp://`` endpoint may be without keys. ``bind_tcp`` is for one with them.
+    """
     router = _make(context, zmq.ROUTER, hwm)
     if send_hwm is not None:
         router.setsockopt(zmq.SNDHWM, send_hwm)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)
     router.setsockopt(zmq.ROUTER_HANDOVER, int(handover))
-    return _bind(router, endpoint)
+    return _bind(router, endpoint, insecure)
+
+
+def bind_tcp(
+    socket: Socket,
+    endpoint: str,
+    keys: ServerKeys | None,
+    role: Role,
+    *,
+    insecure: bool = False,
+    listener: int | None = None,
+) -> None:
+    """Let peers in other places dial ``socket``, too, which is bound to an ``ipc://`` endpoint already.
+
+    Whoever dials needs a key that the context's ZAP handler knows, asked in the domain of ``role``; without such a
+    handler nobody is let in. ``listener`` is the descriptor of a socket that listens already: it is taken over.
+    Raises ``EndpointError``, also without ``keys`` unless ``insecure``.
+    """
+    if not endpoint.startswith("tcp://"):
+        raise EndpointError(f"cannot bind {endpoint}: it is not a tcp:// endpoint")
+    if keys is not None:
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+        socket.setsockopt(zmq.ZAP_DOMAIN, role.encode())
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+    if listener is not None:
+        socket.setsockopt(zmq.USE_FD, listener)
+    _bind(socket, endpoint, insecure or keys is not None)
 
 
 def bind_clients(context: zmq.Context[Socket], endpoint: str) -> Socket:
@@ -106,20 +143,42 @@ def dial_dealer(
     identity: bytes = b"",
     hwm: int = DEFAULT_HWM,
     receive_hwm: int | None = None,
+    keys: DialKeys | None = None,
 ) -> Socket:
     """A DEALER to ``endpoint``, which need not exist yet. It dials again by itself whenever the peer is lost.
-    ``hwm`` bounds its queues, ``receive_hwm`` that of what it has not read."""
+
+    ``hwm`` bounds its queues, ``receive_hwm`` that of what it has not read. ``keys`` are for ``tcp://``; on
+    ``ipc://`` the file's permissions say who may dial.
+    """
+    dealer = prepare_dealer(context, endpoint, identity=identity, hwm=hwm, receive_hwm=receive_hwm, keys=keys)
+    return _connect(dealer, endpoint)
+
+
+def prepare_dealer(
+    context: zmq.Context[Socket],
+    endpoint: str,
+    *,
+    identity: bytes = b"",
+    hwm: int = DEFAULT_HWM,
+    receive_hwm: int | None = None,
+    keys: DialKeys | None = None,
+) -> Socket:
+    """The same, not yet dialling, for those who follow it from the start; ``start_dialling`` comes next."""
     dealer = _make(context, zmq.DEALER, hwm)
     if receive_hwm is not None:
         dealer.setsockopt(zmq.RCVHWM, receive_hwm)
     if identity:
         dealer.setsockopt(zmq.ROUTING_ID, identity)
-    return _connect(dealer, endpoint)
+    if keys is not None and endpoint.startswith("tcp://"):
+        dealer.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
+        dealer.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+        dealer.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+    return dealer
 
 
-def client_socket(context: zmq.Context[Socket], endpoint: str) -> Socket:
-    """A client's DEALER to the control process."""
-    return dial_dealer(context, endpoint, receive_hwm=CLIENT_HWM)
+def start_dialling(dealer: Socket, endpoint: str) -> None:
+    """Raises ``EndpointError`` and closes the socket if ``endpoint`` is none."""
+    _connect(dealer, endpoint)
 
 
 def bound_endpoint(socket: Socket) -> str:
@@ -150,6 +209,8 @@ def _connect(socket: Socket, endpoint: str) -> Socket:
     try:
         if endpoint.startswith("ipc://"):
             _check_ipc(endpoint)
+        elif endpoint.startswith("tcp://"):
+            _watch_peers(socket, endpoint)
         socket.connect(endpoint)
     except zmq.ZMQError as error:
         socket.close(0)
@@ -160,7 +221,15 @@ def _connect(socket: Socket, endpoint: str) -> Socket:
     return socket
 
 
-def _bind(socket: Socket, endpoint: str) -> Socket:
+def _watch_peers(socket: Socket, endpoint: str) -> None:
+    """Options of TCP connections made from here on."""
+    socket.setsockopt(zmq.IPV6, int(endpoint.startswith("tcp://[")))
+    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+
+
+def _bind(socket: Socket, endpoint: str, open_tcp: bool) -> Socket:
     try:
         if endpoint.startswith("ipc://"):
             path = _check_ipc(endpoint)
@@ -168,7 +237,8 @@ def _bind(socket: Socket, endpoint: str) -> Socket:
             socket.bind(endpoint)
             path.chmod(0o600)
         elif endpoint.startswith("tcp://"):
-            _check_tcp(endpoint)
+            _check_tcp(endpoint, open_tcp)
+            _watch_peers(socket, endpoint)
             socket.bind(endpoint)
         elif endpoint.startswith("inproc://"):
             socket.bind(endpoint)
@@ -217,16 +287,12 @@ def _clear_stale(path: Path) -> None:
     raise EndpointError(f"cannot bind ipc://{path}: another process listens there")
 
 
-def _check_tcp(endpoint: str) -> None:
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+def _check_tcp(endpoint: str, open_tcp: bool) -> None:
+    _, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     if not port.isdecimal() or int(port) > 65535:
         raise EndpointError(f"cannot bind {endpoint}: {port!r} is no port")
-    try:
-        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback:
+    if not open_tcp:
         raise EndpointError(
-            f"cannot bind {endpoint}: other machines could reach it, without encryption or authentication;"
-            " bind 127.0.0.1 or an ipc:// path"
+            f"cannot bind {endpoint} without keys: whoever reaches the port could read and send everything;"
+            " make keys with evenflow keys, use an ipc:// path, or insist with --insecure"
         )
