@@ -13,7 +13,7 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-from .compiled import ROOT, folder
+from .compiled import CONTROL, ROOT, folder
 
 SUFFIX = str(sysconfig.get_config_var("EXT_SUFFIX"))
 #: Structs stay as they are: msgspec's own metaclass makes them.
@@ -33,11 +33,13 @@ def build() -> Path:
         shutil.copy(ROOT / "__init__.py", tree)
         (tree / "control").mkdir()
         (tree / "control" / "__init__.py").touch()
+        shutil.copy(CONTROL / "fanout.py", tree / "control")
         for part in ("core", "wire"):
             (tree / "control" / part).mkdir()
-            for source in (ROOT / "control" / part).glob("*.py"):
+            for source in (CONTROL / part).glob("*.py"):
                 shutil.copy(source, tree / "control" / part)
-        modules = sorted(str(m.relative_to(scratch)) for m in core.glob("*.py") if m.name not in INTERPRETED)
+        compiled = [m for m in core.glob("*.py") if m.name not in INTERPRETED] + [core.parent / "fanout.py"]
+        modules = sorted(str(module.relative_to(scratch)) for module in compiled)
         command = [sys.executable, "-m", "mypyc", "--follow-imports=silent", *modules]
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"MYPYC_OPT_LEVEL": "3"}
         done = subprocess.run(command, cwd=scratch, env=environment, capture_output=True, text=True)

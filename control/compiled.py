@@ -1,4 +1,4 @@
-"""The decision core, compiled: the same sources through mypyc, for about half the time a step takes.
+"""The decision core and the fan-out of tokens, compiled: the same sources through mypyc, for half the time of a step.
 
 ``python -m evenflow.control.build_core`` builds it into ``_compiled/`` of the package. The folder is named by a
 digest of what it was built from, so a build of other sources is never used: whoever edits the core gets the
@@ -14,15 +14,15 @@ import sys
 from collections.abc import MutableSequence
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+CONTROL = Path(__file__).parent
+ROOT = CONTROL.parent
 
 
 def folder() -> Path:
     """Where a build of these very sources lies, if there is one."""
     digest = hashlib.sha256(f"{sys.implementation.cache_tag} {sys.platform} {os.uname().machine}".encode())
-    for part in ("core", "wire"):
-        for path in sorted((ROOT / "control" / part).glob("*.py")):
-            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    for path in [*sorted(CONTROL.glob("core/*.py")), *sorted(CONTROL.glob("wire/*.py")), CONTROL / "fanout.py"]:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return ROOT / "_compiled" / digest.hexdigest()[:16]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 
 from .core.events import Delivered, Ended
+from .core.packing import pack_u16, pack_u32
 from .core.sequence import Sequence
 from .wire import NO_SLOT, End, Logprobs, Tick, TokenLogprobs
 
@@ -88,7 +89,7 @@ class Fanout:
             rows = logprobs.get(owner)
             if not mine and not told and not rows:
                 continue
-            ids = array("I", [values[slot] for slot in mine]).tobytes()
+            ids = pack_u32([values[slot] for slot in mine])
             ticks.append((owner, self._tick(owner, delivered, bitmap, False, ids, starts.get(owner), told, rows)))
         return ticks
 
@@ -107,15 +108,15 @@ class Fanout:
         self._sent[owner] = sequence + 1
         slots = keys = b""
         if starts:
-            slots = array("H", [slot for slot, _ in starts]).tobytes()
+            slots = pack_u16([slot for slot, _ in starts])
             keys = array("Q", [seq.key for _, seq in starts]).tobytes()
         # MessagePack's encoder takes any buffer; the copy would cost more than the rest.
         return Tick(
             sequence,
             delivered.step,
-            live,  # pyright: ignore[reportArgumentType]
+            live,  # type: ignore[arg-type]
             dense,
-            ids,  # pyright: ignore[reportArgumentType]
+            ids,  # type: ignore[arg-type]
             slots,
             keys,
             ends or [],

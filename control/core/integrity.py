@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from .blocks import BlockPool, Node
 from .engine import Engine
@@ -46,7 +47,7 @@ def check_replica(replica: Replica) -> None:
             replica.pool.blocks_for(seq.planned) <= len(seq.table) <= replica.pool.blocks_for(seq.max_len),
             f"{seq}: {len(seq.table)} blocks for {seq.planned} tokens",
         )
-    for name in ("running", "prefills", "waiting"):
+    for name in ("prefills", "waiting"):
         orders = [s.order for s in getattr(replica, name)]
         _require(orders == sorted(set(orders)), f"{name} is not in admission order")
     _require(len(replica.running) <= replica.max_running, "more sequences than the limit")
@@ -103,7 +104,7 @@ def _check_slots(replica: Replica) -> None:
         _require(seq.pending == count, f"{seq} expects {seq.pending} results, {count} are to come")
 
 
-def _check_pool(pool: BlockPool, running: list[Sequence]) -> None:
+def _check_pool(pool: BlockPool, running: Iterable[Sequence]) -> None:
     owned: Counter[int] = Counter(pool.free)
     passing: Counter[Node] = Counter()
     for seq in running:

@@ -21,6 +21,7 @@ from . import logprobs
 from .blocks import NO_MATCH, BlockPool
 from .events import Delivered, Ended, Limits, OutOfStep, SendPlan
 from .lane import Lane
+from .packing import pack_u16, pack_u32
 from .policy import Chunks, stall_free
 from .sequence import Phase, Sequence
 
@@ -58,7 +59,7 @@ class Replica:
         self.waiting: list[Sequence] = []  #: by admission order
         self.queued_tokens = 0  #: known tokens of those
         self.prefills: list[Sequence] = []  #: admitted, chunks to be planned; by admission order
-        self.running: list[Sequence] = []  #: PREFILL and DECODE; by admission order
+        self.running: dict[Sequence, None] = {}  #: PREFILL and DECODE
         self.settling: dict[Sequence, None] = {}
         self.inflight: deque[InFlight] = deque()
         self.owners: list[Sequence | None] = [None] * num_slots
@@ -71,7 +72,7 @@ class Replica:
         self._turn = 0
         self.free_slots = list(range(num_slots))
         self._generations = [0] * num_slots
-        self._released = array("H")
+        self._released: list[int] = []
         self._registers: list[Register] = []
         self._alone: Sequence | None = None  #: under suspicion of killing workers: runs with nobody else
         self.ended: list[Ended] = []  #: ownership that ended outside a result, to be delivered
@@ -137,11 +138,12 @@ class Replica:
         self.queued_tokens -= known
         seq.phase = Phase.PREFILL
         self.owners[slot] = seq
-        for held in (self.prefills, self.running):
-            if not held or held[-1].order < seq.order:
-                held.append(seq)
-            else:
-                insort(held, seq, key=_order)
+        self.running[seq] = None
+        prefills = self.prefills
+        if not prefills or prefills[-1].order < seq.order:
+            prefills.append(seq)
+        else:
+            insort(prefills, seq, key=_order)
         self._registers.append(
             Register(
                 slot,
@@ -150,7 +152,7 @@ class Replica:
                 seq.tokens,
                 seq.prompt_len,
                 cached,
-                array("I", seq.table).tobytes(),
+                pack_u32(seq.table),
                 seq.max_len,
                 seq.min_len,
                 seq.stop_ids,
@@ -187,9 +189,9 @@ class Replica:
         tick = lane.tick
         crossing = lane.grow[tick % lane.block_size]
         while len(crossing) > pool.available:
-            self._preempt(self.running[-1])
+            self._preempt(max(self.running, key=_order))
         blocks = pool.alloc(len(crossing))
-        grown = array("H", crossing).tobytes()
+        grown = pack_u16(crossing)
         deque(map(_append, crossing.values(), blocks), 0)
         chunks = self._policy(self, lane.count)
         count = lane.count
@@ -212,13 +214,13 @@ class Replica:
             lane.index,
             record.decodes,
             grown,
-            array("I", blocks).tobytes(),
-            array("H", [seq.slot for seq, _ in chunks]).tobytes(),
-            array("I", [taken for _, taken in chunks]).tobytes(),
-            self._released.tobytes(),
+            pack_u32(blocks),
+            pack_u16([seq.slot for seq, _ in chunks]),
+            pack_u32([taken for _, taken in chunks]),
+            pack_u16(self._released),
         )
         if self._released:
-            self._released = array("H")
+            self._released = []
         registers, self._registers = self._registers, []
         digest = self._digest(lane) if is_audited(self.step) else None
         kv_tokens = lane.kv_tokens
@@ -315,8 +317,7 @@ class Replica:
         known, computed = len(seq.tokens) >> 2, seq.computed
         pool.name(seq, (known if known < computed else computed) // pool.block_size)
         pool.release(seq)
-        running = self.running
-        del running[bisect_left(running, seq.order, key=_order)]
+        del self.running[seq]
         self._drop_slot(seq.slot)
         seq.phase = Phase.SETTLING
         if seq is self._alone:
@@ -458,11 +459,11 @@ class Replica:
                 if own is not None:
                     suspects[own] = None
         ended = self.ended
-        for seq in self.running + list(self.settling):
+        for seq in [*self.running, *self.settling]:
             if seq.lane is not None:
                 seq.lane.leave(seq)
             ended.append(Ended(seq, seq.slot, "paused"))
-        unfinished = sorted(self.running + list(self.settling) + self.waiting, key=_order)
+        unfinished = sorted([*self.running, *self.settling, *self.waiting], key=_order)
         for seq in unfinished:
             seq.phase = Phase.WAITING
             seq.slot, seq.pending, seq.computed = -1, 0, 0
@@ -470,7 +471,7 @@ class Replica:
             if seq in suspects:
                 seq.deaths += 1
                 seq.doubt_len = seq.known
-        self.waiting, self.prefills, self.running, self.settling = [], [], [], {}
+        self.waiting, self.prefills, self.running, self.settling = [], [], {}, {}
         self.queued_tokens = 0
         self.inflight.clear()
         self.ended = []

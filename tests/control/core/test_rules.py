@@ -215,7 +215,7 @@ def test_the_watermark_does_not_apply_when_nothing_holds_blocks() -> None:
     server = shadow_server(blocks=10, block_size=8)
     assert only(server).watermark == 1
     server.submit(0, prompt(80), 1)
-    assert [s.key for s in only(server).running + list(only(server).settling)] == [0]
+    assert [s.key for s in [*only(server).running, *only(server).settling]] == [0]
     server.run()
     assert server.tokens(0) == wanted(prompt(80), 1)
     server.assert_idle()
