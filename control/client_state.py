@@ -52,7 +52,7 @@ RETRY_S = 0.5
 #: A timer that comes this late shows that this process itself was held up.
 LATE_S = 1.0
 #: Codes of ``Refused`` that pass by themselves.
-PASSING = frozenset({"overloaded", "not_ready"})
+PASSING = frozenset({"overloaded"})
 
 #: The set bits of each byte.
 _BITS = tuple(tuple(bit for bit in range(8) if byte >> bit & 1) for byte in range(256))

@@ -221,7 +221,7 @@ class Refused(Struct, array_like=True, frozen=True, tag=50):
     """A message could not be accepted. ``key`` names the request, if it was about one.
 
     ``code``: ``invalid`` (``field`` and the allowed range are named), ``too_long``, ``overloaded``, ``draining``,
-    ``not_ready``, ``protocol``.
+    ``protocol`` (the frame is no message of this version).
     """
 
     key: U64 | None
