@@ -292,6 +292,7 @@ class Supervisor:
             block_size=first.block_size,
             tile=first.tile,
             vocab_size=first.vocab_size,
+            prefix_limit=first.prefix_limit,
         )
 
     def _started(self, site: Site, peer: Peer, message: Started, now: float) -> list[Action]:

@@ -80,6 +80,8 @@ class StageBatch:
     ids: Int64 | None
     sampling: SamplingRows | None
     receivers: Receivers | None = None
+    #: Length of each row's prompt, R; rotary frequencies may depend on it.
+    prompt_len: Int64 | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -100,6 +102,8 @@ class ModelInfo:
     hidden_bytes: int
     device: str = "cpu"
     tile: int = 0
+    #: Keys and values of longer prompts depend on the prompt's length too; 0: never.
+    prefix_limit: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,6 +159,7 @@ class StageExecutor:
             vocab_size=info.vocab_size,
             device=info.device,
             tile=info.tile,
+            prefix_limit=info.prefix_limit,
         )
 
     def start(self, start: Start) -> None:

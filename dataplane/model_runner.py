@@ -17,7 +17,7 @@ from ..kernels.attention import AttentionBackend, AttnBatch, ReferenceAttention,
 from ..kernels.attention_cpu import CPUAttention
 from ..kernels.sampling import SamplingParams, sample
 from .batch import Finished, ModelInfo, SamplingRows, StageBatch, compute_now
-from .models.config import ModelError
+from .models.config import ModelError, describe_stage
 from .models.llama import LlamaStage
 from .weights import ModelSource, open_model
 
@@ -53,6 +53,7 @@ class ModelRunner:
         config = source.config
         with torch.inference_mode():
             self._stage = LlamaStage(source, stage, stages, self._dtype)
+        _log.info("%s", describe_stage(self._stage.layers, stage, stages))
         if not self._stage.batch_invariant:
             _log.warning("matrix products on this machine depend on the batch: tokens may differ between runs")
         layers = len(self._stage.layers)
@@ -79,6 +80,7 @@ class ModelRunner:
             block_size=block_size,
             num_blocks=num_blocks,
             hidden_bytes=config.hidden_size * self._dtype.itemsize,
+            prefix_limit=config.rope.original_len if config.rope.kind == "dynamic" else 0,
         )
 
     @property
@@ -131,6 +133,7 @@ class ModelRunner:
             write=np.full(count, -1, np.int64),
             ids=np.zeros(count, np.int64) if self._stage.is_first else None,
             sampling=sampling,
+            prompt_len=np.full(rows, each, np.int64),
         )
         hidden = None if self._stage.is_first else np.zeros((count, self._info.hidden_bytes), np.uint8)
         self.run(batch, hidden)
@@ -158,7 +161,7 @@ class ModelRunner:
             ),
             self._cache,
         )
-        x = self._stage.forward(x, positions, self._cache, self._backend, plan)
+        x = self._stage.forward(x, positions, self._cache, self._backend, plan, _of_tokens(batch, len(x)))
         if not self._stage.is_last:
             return x[:tokens].view(torch.uint8).numpy()
         if batch.sampling is None or not len(batch.sampling.rows):
@@ -211,6 +214,15 @@ def load_runner(
         attention=attention,
         poison=poison,
     )
+
+
+def _of_tokens(batch: StageBatch, padded: int) -> Tensor | None:
+    """The length of the prompt of each token's row, 0 for padding, [padded T]."""
+    if batch.prompt_len is None:
+        return None
+    lengths = torch.zeros(padded, dtype=torch.int64)
+    lengths.numpy()[: batch.num_tokens] = np.repeat(batch.prompt_len, np.diff(batch.cu_q))
+    return lengths
 
 
 def _tensor(array: NDArray[Any]) -> Tensor:

@@ -243,6 +243,7 @@ class SlotTable:
             ids=None,
             sampling=sampling,
             receivers=receivers,
+            prompt_len=self._prompt_len[slots],
         )
 
     def _blocks_of(self, slots: Int64, after: Int64) -> Int32:

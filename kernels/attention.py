@@ -3,7 +3,8 @@
 Called by the model's layers. A batch is a list of sequences ("rows"): the decodes first, one query each, then the
 chunks. Queries of all rows lie one after the other; keys and values lie in a paged cache whose layout is the
 backend's own business (``allocate``), addressed by block ids only. Per iteration: ``plan`` once, then for each
-layer ``write_kv`` and ``attend``. A query at position p sees the keys 0 … p of its row.
+layer ``write_kv`` and ``attend``. A query at position p sees the keys 0 … p of its row, or with a sliding window of
+w keys the last w of them: p - w + 1 … p.
 
 Backends: ``reference`` (here) gathers row by row and is the oracle of the others; ``cpu`` (``attention_cpu``).
 """
@@ -63,8 +64,13 @@ class AttentionBackend(Protocol):
         """Store ``k`` and ``v`` [>= T, kv_heads, head_dim]: the first T rows, each where its slot says."""
         ...
 
-    def attend(self, q: Tensor, cache: KVCache, layer: int, plan: Any, out: Tensor, scale: float) -> None:
-        """Attend with ``q`` [>= T, heads, head_dim]; writes the first T rows of ``out``, of the same shape."""
+    def attend(
+        self, q: Tensor, cache: KVCache, layer: int, plan: Any, out: Tensor, scale: float, window: int = 0
+    ) -> None:
+        """Attend with ``q`` [>= T, heads, head_dim]; writes the first T rows of ``out``, of the same shape.
+
+        ``window``: how many keys a query sees, its own included; 0 for all.
+        """
         ...
 
 
@@ -117,7 +123,9 @@ class ReferenceAttention:
         for pages, new in ((cache.keys[layer], k), (cache.values[layer], v)):
             pages.flatten(0, 1).index_copy_(0, plan.slot, new[plan.written].to(pages.dtype))
 
-    def attend(self, q: Tensor, cache: KVCache, layer: int, plan: _ReferencePlan, out: Tensor, scale: float) -> None:
+    def attend(
+        self, q: Tensor, cache: KVCache, layer: int, plan: _ReferencePlan, out: Tensor, scale: float, window: int = 0
+    ) -> None:
         group = q.shape[1] // cache.kv_heads
         for begin, end, index in plan.rows:
             if begin == end:
@@ -125,6 +133,7 @@ class ReferenceAttention:
             k = cache.keys[layer].flatten(0, 1)[index].to(self._dtype).repeat_interleave(group, 1)
             v = cache.values[layer].flatten(0, 1)[index].to(self._dtype).repeat_interleave(group, 1)
             scores = torch.einsum("qhd,khd->hqk", q[begin:end].to(self._dtype), k) * scale
-            position = torch.arange(len(index) - (end - begin), len(index))
-            scores.masked_fill_(torch.arange(len(index)) > position[:, None], -torch.inf)
+            key, query = torch.arange(len(index)), torch.arange(len(index) - (end - begin), len(index))[:, None]
+            hidden = (key > query) | (key <= query - window) if window else key > query
+            scores.masked_fill_(hidden, -torch.inf)
             out[begin:end] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).to(out.dtype)

@@ -2,7 +2,8 @@
 
 A query's keys are taken in tiles of ``TILE`` from position 0. Each tile gives a partial result (maximum, sum of
 exponentials, weighted values); partials are joined in the order of the tiles by operations that IEEE arithmetic
-rounds exactly. A tile that a query does not see changes nothing (factors 1 and 0). The only inexact reductions are
+rounds exactly. A tile that a query does not see changes nothing (factors 1 and 0), so tiles before a sliding window
+are left out. The only inexact reductions are
 matrix products and sums of fixed shape, so the bits do not depend on chunk boundaries, batch mates, block size or
 padding, as long as a product's row does not depend on how many rows it has: ``_decode_rows`` checks that on the
 running machine and pads as far as needed.
@@ -32,7 +33,7 @@ _NOTHING = -1e30
 
 @dataclass(slots=True)
 class _Items:
-    """Rows of one query, cut into (row, tile) items: whole tiles first, then the rows' last tiles."""
+    """Rows of one query, cut into (row, tile) items: whole tiles first, then those with hidden keys."""
 
     #: Query index of each row, and row of each item.
     query: Tensor
@@ -41,28 +42,33 @@ class _Items:
     blocks: Tensor
     #: Items before this one are whole.
     whole: int
-    #: bool[items - whole, 1, 1, TILE]: keys after the row's end.
+    #: bool[items - whole, 1, 1, TILE]: keys after the row's end or before the window.
     hidden: Tensor
     #: For each piece that holds last tiles: index of the values to zero in the gathered piece.
     blank: dict[int, Tensor]
-    #: int64[tiles × rows]: the item of each (tile, row), the number of items where there is none.
+    #: int64[tiles × rows]: the item of each (tile, row), tiles counted from the row's first that is seen; the number
+    #: of items where there is none.
     order: Tensor
     tiles: int
 
 
 @dataclass(slots=True)
 class _QueryTile:
-    """Up to ``QUERIES`` queries of one chunk. ``masks[t]`` hides keys of tile t from rows; None = all seen."""
+    """Up to ``QUERIES`` queries of one chunk, and their tiles of the gathered keys from ``first`` on.
+
+    ``masks[t]`` hides keys of tile ``first`` + t from rows; None = all seen.
+    """
 
     begin: int
     end: int
     padded: int
+    first: int
     masks: list[Tensor | None]
 
 
 @dataclass(slots=True)
 class _Chunk:
-    #: int64[kv_heads × blocks] into the flattened cache, whole tiles.
+    #: int64[kv_heads × blocks] into the flattened cache, whole tiles, from the first that a query sees.
     blocks: Tensor
     keys: int
     blank: Tensor
@@ -75,8 +81,11 @@ class _Plan:
     written: Tensor | None
     tokens: int
     slot: Tensor
-    items: _Items | None
-    chunks: list[_Chunk]
+    #: For each row: first query, last query + 1 and keys; and the blocks of all rows.
+    rows: list[tuple[int, int, int]]
+    table: Tensor
+    #: How the rows are cut, for each sliding window that a layer asked for.
+    work: dict[int, tuple[_Items | None, list[_Chunk]]]
 
 
 class CPUAttention:
@@ -104,10 +113,7 @@ class CPUAttention:
             tensor[:, :-1].fill_(torch.nan)
 
     def plan(self, batch: AttnBatch, cache: KVCache) -> _Plan:
-        bounds, lengths = batch.cu_q.tolist(), batch.kv_len.tolist()
-        single = [row for row in range(len(lengths)) if bounds[row + 1] - bounds[row] == 1]
-        longer = [row for row in range(len(lengths)) if bounds[row + 1] - bounds[row] > 1]
-        table = batch.block_table.to(torch.int64)
+        bounds = batch.cu_q.tolist()
         slot, written = batch.slot, None
         if bool((slot < 0).any()):
             written = (slot >= 0).nonzero().flatten()
@@ -117,8 +123,9 @@ class CPUAttention:
             written=written,
             tokens=len(batch.slot),
             slot=(heads + slot).flatten(),
-            items=_plan_items(single, bounds, lengths, table, cache) if single else None,
-            chunks=[_plan_chunk(bounds[r], bounds[r + 1], lengths[r], table[r], cache) for r in longer],
+            rows=list(zip(bounds, bounds[1:], batch.kv_len.tolist(), strict=False)),
+            table=batch.block_table.to(torch.int64),
+            work={},
         )
 
     def write_kv(self, k: Tensor, v: Tensor, cache: KVCache, layer: int, plan: _Plan) -> None:
@@ -127,57 +134,78 @@ class CPUAttention:
             flat = rows.transpose(0, 1).to(pages.dtype).reshape(-1, cache.head_dim)
             pages.view(-1, cache.head_dim).index_copy_(0, plan.slot, flat)
 
-    def attend(self, q: Tensor, cache: KVCache, layer: int, plan: _Plan, out: Tensor, scale: float) -> None:
+    def attend(
+        self, q: Tensor, cache: KVCache, layer: int, plan: _Plan, out: Tensor, scale: float, window: int = 0
+    ) -> None:
+        items, chunks = plan.work.get(window) or _cut(plan, cache, window)
         keys, values = (pages[layer].flatten(0, 1) for pages in (cache.keys, cache.values))
         grouped = q.view(len(q), cache.kv_heads, -1, cache.head_dim).to(torch.float32) * scale
         result = out.view(len(out), cache.kv_heads, -1, cache.head_dim)
-        if plan.items is not None:
+        if items is not None:
             group = grouped.shape[2]
             padded = self._padded.get((group, cache.head_dim))
             if padded is None:
                 padded = self._padded[group, cache.head_dim] = _decode_rows(group, cache.head_dim)
-            _attend_items(grouped, keys, values, plan.items, result, padded)
-        for chunk in plan.chunks:
+            _attend_items(grouped, keys, values, items, result, padded)
+        for chunk in chunks:
             _attend_chunk(grouped, keys, values, chunk, result)
 
 
-def _plan_items(rows: list[int], bounds: list[int], lengths: list[int], table: Tensor, cache: KVCache) -> _Items:
+def _cut(plan: _Plan, cache: KVCache, window: int) -> tuple[_Items | None, list[_Chunk]]:
+    """Cut the rows for layers with this window; kept for the other layers of the iteration that have it."""
+    single = [(row, begin, length) for row, (begin, end, length) in enumerate(plan.rows) if end - begin == 1]
+    items = _plan_items(single, plan.table, cache, window) if single else None
+    chunks = [
+        _plan_chunk(begin, end, length, plan.table[row], cache, window)
+        for row, (begin, end, length) in enumerate(plan.rows)
+        if end - begin > 1
+    ]
+    plan.work[window] = items, chunks
+    return items, chunks
+
+
+def _plan_items(single: list[tuple[int, int, int]], table: Tensor, cache: KVCache, window: int) -> _Items:
+    """``single``: (row, query, keys) of each row of one query."""
     size = cache.block_size
     per_tile = TILE // size
-    kv_len = torch.tensor([lengths[row] for row in rows])
-    counts = -(-kv_len // TILE)
+    rows, query, kv_len = torch.tensor(single).unbind(1)
+    # The first key that is seen, and the tiles from its own on.
+    lowest = (kv_len - window).clamp(min=0) if window else torch.zeros_like(kv_len)
+    first = lowest // TILE
+    counts = -(-kv_len // TILE) - first
     tiles = int(counts.max())
-    # (tile, row) pairs that exist, whole tiles first.
+    # (tile, row) pairs that exist, whole tiles first; the tile counts from the row's first.
     tile = torch.arange(tiles)[:, None]
     exists = tile < counts
-    is_last = tile == counts - 1
-    whole = (exists & ~is_last).nonzero()
-    last = (exists & is_last).nonzero()
-    pairs = torch.cat((whole, last))
+    has_hidden = (tile == counts - 1) | ((tile == 0) & (lowest > first * TILE))
+    whole = (exists & ~has_hidden).nonzero()
+    masked = (exists & has_hidden).nonzero()
+    pairs = torch.cat((whole, masked))
     items = len(pairs)
     order = torch.full((tiles, len(rows)), items)
     order[pairs[:, 0], pairs[:, 1]] = torch.arange(items)
     # Blocks of each item; those after the row's end are the block of zeros.
-    chosen = table[torch.tensor(rows)]
+    chosen = table[rows]
     used = -(-kv_len // size)
-    block = pairs[:, :1] * per_tile + torch.arange(per_tile)
+    block = (pairs[:, :1] + first[pairs[:, 1], None]) * per_tile + torch.arange(per_tile)
     inside = block < used[pairs[:, 1], None]
     ids = chosen[pairs[:, 1, None], block.clamp(max=chosen.shape[1] - 1)]
     ids = torch.where(inside, ids, cache.num_blocks)
     heads = torch.arange(cache.kv_heads)[:, None] * (cache.num_blocks + 1)
-    # Keys that last tiles do not have.
-    ends = kv_len[last[:, 1]] - last[:, 0] * TILE
-    hidden = torch.arange(TILE) >= ends[:, None]
+    # Keys that the masked tiles do not have, and those before the window.
+    key = (masked[:, 0] + first[masked[:, 1]])[:, None] * TILE + torch.arange(TILE)
+    absent = key >= kv_len[masked[:, 1], None]
+    hidden = absent | (key < lowest[masked[:, 1], None])
     blank: dict[int, Tensor] = {}
     for begin in range(0, items, _PIECE):
         end = min(begin + _PIECE, items)
         if end > len(whole):
             offset = max(begin, len(whole))
-            item, key = hidden[offset - len(whole) : end - len(whole)].nonzero(as_tuple=True)
-            first = (item + offset - begin)[:, None] * cache.kv_heads + torch.arange(cache.kv_heads)
-            blank[begin] = (first * TILE + key[:, None]).flatten()
+            item, key = absent[offset - len(whole) : end - len(whole)].nonzero(as_tuple=True)
+            base = (item + offset - begin)[:, None] * cache.kv_heads + torch.arange(cache.kv_heads)
+            blank[begin] = (base * TILE + key[:, None]).flatten()
     return _Items(
-        query=torch.tensor([bounds[row] for row in rows]),
+        query=query.contiguous(),
         row=pairs[:, 1].contiguous(),
         blocks=heads + ids[:, None, :],
         whole=len(whole),
@@ -234,14 +262,17 @@ def _attend_items(q: Tensor, keys: Tensor, values: Tensor, plan: _Items, out: Te
     out[plan.query] = (weighted[-1] / total[-1])[:, :, :group].to(out.dtype)
 
 
-def _plan_chunk(begin: int, end: int, length: int, table: Tensor, cache: KVCache) -> _Chunk:
+def _plan_chunk(begin: int, end: int, length: int, table: Tensor, cache: KVCache, window: int) -> _Chunk:
     size = cache.block_size
+    before = length - (end - begin)
+    # Keys from the first tile that a query sees.
+    skipped = max(0, before - window + 1) // TILE * TILE if window else 0
     used = -(-length // size)
-    keys = -(-length // TILE) * TILE
+    keys = -(-length // TILE) * TILE - skipped
     ids = torch.full((keys // size,), cache.num_blocks)
-    ids[:used] = table[:used]
+    ids[: used - skipped // size] = table[skipped // size : used]
     heads = torch.arange(cache.kv_heads)[:, None]
-    tail = torch.arange(length, used * size)
+    tail = torch.arange(length, used * size) - skipped
     tiles: list[_QueryTile] = []
     for first in range(begin, end, QUERIES):
         last = min(first + QUERIES, end)
@@ -250,11 +281,16 @@ def _plan_chunk(begin: int, end: int, length: int, table: Tensor, cache: KVCache
         position = torch.full((padded,), length - (end - first))
         position[: last - first] += torch.arange(last - first)
         lowest, highest = length - (end - first), length - (end - last) - 1
+        seen = max(0, lowest - window + 1) // TILE if window else 0
         masks: list[Tensor | None] = []
-        for tile in range(highest // TILE + 1):
+        for tile in range(seen, highest // TILE + 1):
             key = torch.arange(tile * TILE, (tile + 1) * TILE)
-            masks.append(None if (tile + 1) * TILE <= lowest + 1 else key > position[:, None])
-        tiles.append(_QueryTile(first, last, padded, masks))
+            mask = None if (tile + 1) * TILE <= lowest + 1 else key > position[:, None]
+            if window and tile * TILE <= highest - window:
+                outside = key <= position[:, None] - window
+                mask = outside if mask is None else mask | outside
+            masks.append(mask)
+        tiles.append(_QueryTile(first, last, padded, seen - skipped // TILE, masks))
     return _Chunk(
         blocks=(heads * (cache.num_blocks + 1) + ids).flatten(),
         keys=keys,
@@ -276,7 +312,7 @@ def _attend_chunk(q: Tensor, keys: Tensor, values: Tensor, plan: _Chunk, out: Te
         peak = torch.full((kv_heads, rows, 1), _NOTHING)
         total = torch.zeros(kv_heads, rows, 1)
         weighted = torch.zeros(kv_heads, rows, dim)
-        for number, mask in enumerate(tile.masks):
+        for number, mask in enumerate(tile.masks, tile.first):
             at = slice(number * TILE, (number + 1) * TILE)
             scores = torch.bmm(queries, k[:, at].transpose(1, 2))
             if mask is not None:

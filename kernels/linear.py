@@ -36,17 +36,18 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Linear:
-    """``x @ weight.T`` for ``x`` [padded rows, in], with the weight [out, in] packed in the compute type."""
+    """``x @ weight.T + bias`` for ``x`` [padded rows, in], with the weight [out, in] packed in the compute type."""
 
-    __slots__ = ("_packed", "dtype", "in_features", "out_features")
+    __slots__ = ("_bias", "_packed", "dtype", "in_features", "out_features")
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
+        self._bias = bias
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
 
     def __call__(self, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, None, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
 
 
 def smallest_rows(layers: Iterable[Linear]) -> int | None:

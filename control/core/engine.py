@@ -92,6 +92,9 @@ class Engine:
             return
         wanted = submit.prompt_len + submit.max_tokens if submit.max_tokens else most
         seq = Sequence(self._order, owner, submit, wanted if wanted < most else most)
+        if 0 < self.limits.prefix_limit < submit.prompt_len:
+            # So wide that no client's own salt can be the same.
+            seq.salt += submit.prompt_len.to_bytes(65, "little")
         self._order += 1
         self.counters["requests"] += 1
         if len(seq.tokens) >> 2 >= seq.max_len:

@@ -19,6 +19,7 @@ class Limits:
 
     ``token_budget`` (τ): tokens in an iteration. ``tile``: the batch total that the device computes without waste,
     0 for any. ``share``: the part of an iteration's prefill tokens kept for the next requests in admission order.
+    ``prefix_limit``: longer prompts share cached blocks only with prompts of their own length; 0: no such limit.
     ``max_num_seqs``: admitted sequences of a replica. ``overtakes``: how often a blocked head may be passed.
     """
 
@@ -33,6 +34,7 @@ class Limits:
     max_queued: int = 4096
     max_queued_tokens: int = 8 << 20
     vocab_size: int = 1 << 32
+    prefix_limit: int = 0
 
 
 class Submitted(Struct, frozen=True):

@@ -137,6 +137,8 @@ class Hello(Struct, array_like=True, frozen=True, tag=16):
     device: Name = "cpu"
     #: The batch total that the device computes without waste; 0 means any.
     tile: U16 = 0
+    #: Keys and values of a longer prompt depend on its length too: only prompts of one length share them. 0: never.
+    prefix_limit: Count = 0
 
 
 class Started(Struct, array_like=True, frozen=True, tag=17):

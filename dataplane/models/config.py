@@ -1,23 +1,26 @@
-"""What a Llama-family model is made of, from either of its two descriptions (GGUF metadata, Hugging Face config)."""
+"""What a Llama-family model is made of, and how its layers are shared out over stages.
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+The two descriptions that models come with are read in ``from_hf`` and ``from_gguf``.
+"""
+
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+
+from .rope import RopeScaling
 
 
 class ModelError(ValueError):
     """A model that cannot be served, in one sentence for whoever started the server."""
 
 
-#: Rotary scalings that are computed; anything else is refused when the model is opened.
-ROPE_KINDS = ("default",)
-_HF_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
-
-
 @dataclass(frozen=True, slots=True)
 class LlamaConfig:
-    """Shape of a decoder with RMSNorm, rotary positions, grouped-query attention and a gated MLP, without biases."""
+    """Shape of a decoder with RMSNorm, rotary positions, grouped-query attention and a gated MLP.
+
+    ``qkv_bias``, ``output_bias`` and ``mlp_bias`` say which linear layers add a bias, ``qk_norm`` whether each head
+    of queries and keys is normalised. ``windows``: for each layer, how many keys a query sees, its own included, and
+    0 for all; empty where no layer has a window.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -30,15 +33,37 @@ class LlamaConfig:
     rope_theta: float
     max_len: int
     tied: bool
+    rope: RopeScaling = field(default_factory=RopeScaling)
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    windows: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for field in ("vocab_size", "hidden_size", "ffn_size", "layers", "heads", "kv_heads", "head_dim", "max_len"):
-            if getattr(self, field) < 1:
-                raise ModelError(f"the model's {field} is {getattr(self, field)}, it must be at least 1")
+        for name in ("vocab_size", "hidden_size", "ffn_size", "layers", "heads", "kv_heads", "head_dim", "max_len"):
+            if getattr(self, name) < 1:
+                raise ModelError(f"the model's {name} is {getattr(self, name)}, it must be at least 1")
         if self.heads % self.kv_heads:
             raise ModelError(f"{self.heads} attention heads cannot share {self.kv_heads} KV heads evenly")
         if self.head_dim % 2:
             raise ModelError(f"a head of {self.head_dim} dimensions has no rotary halves")
+        if self.windows and len(self.windows) != self.layers:
+            raise ModelError(f"{len(self.windows)} sliding windows are given for {self.layers} layers")
+
+    @property
+    def q_size(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    @property
+    def head_in_layers(self) -> float:
+        """The head's weights as a multiple of a layer's."""
+        attention = self.hidden_size * 2 * (self.q_size + self.kv_size)
+        return self.vocab_size * self.hidden_size / (attention + 3 * self.hidden_size * self.ffn_size)
 
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -48,7 +73,16 @@ HEAD = "lm_head.weight"
 
 def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Canonical (Hugging Face) name and shape of every tensor of the model."""
-    hidden, q_size, kv_size = config.hidden_size, config.heads * config.head_dim, config.kv_heads * config.head_dim
+    hidden, ffn, q_size, kv_size = config.hidden_size, config.ffn_size, config.q_size, config.kv_size
+    linear: dict[str, tuple[int, int, bool]] = {
+        "self_attn.q_proj": (q_size, hidden, config.qkv_bias),
+        "self_attn.k_proj": (kv_size, hidden, config.qkv_bias),
+        "self_attn.v_proj": (kv_size, hidden, config.qkv_bias),
+        "self_attn.o_proj": (hidden, q_size, config.output_bias),
+        "mlp.gate_proj": (ffn, hidden, config.mlp_bias),
+        "mlp.up_proj": (ffn, hidden, config.mlp_bias),
+        "mlp.down_proj": (hidden, ffn, config.mlp_bias),
+    }
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden), FINAL_NORM: (hidden,)}
     if not config.tied:
         shapes[HEAD] = (config.vocab_size, hidden)
@@ -56,95 +90,44 @@ def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
         prefix = f"model.layers.{layer}."
         shapes[prefix + "input_layernorm.weight"] = (hidden,)
         shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
-        shapes[prefix + "self_attn.q_proj.weight"] = (q_size, hidden)
-        shapes[prefix + "self_attn.k_proj.weight"] = (kv_size, hidden)
-        shapes[prefix + "self_attn.v_proj.weight"] = (kv_size, hidden)
-        shapes[prefix + "self_attn.o_proj.weight"] = (hidden, q_size)
-        shapes[prefix + "mlp.gate_proj.weight"] = (config.ffn_size, hidden)
-        shapes[prefix + "mlp.up_proj.weight"] = (config.ffn_size, hidden)
-        shapes[prefix + "mlp.down_proj.weight"] = (hidden, config.ffn_size)
+        for name, (rows, columns, has_bias) in linear.items():
+            shapes[f"{prefix}{name}.weight"] = (rows, columns)
+            if has_bias:
+                shapes[f"{prefix}{name}.bias"] = (rows,)
+        if config.qk_norm:
+            shapes[prefix + "self_attn.q_norm.weight"] = (config.head_dim,)
+            shapes[prefix + "self_attn.k_norm.weight"] = (config.head_dim,)
     return shapes
 
 
-def config_from_hf(data: Mapping[str, Any]) -> LlamaConfig:
-    """From ``config.json``; refuses by name what is not computed."""
-    architectures = data.get("architectures") or ["(none named)"]
-    if architectures[0] not in _HF_ARCHITECTURES:
-        raise ModelError(
-            f"architecture {architectures[0]} is not supported; supported: {', '.join(_HF_ARCHITECTURES)}"
-        )
-    rope = {**(data.get("rope_scaling") or {}), **(data.get("rope_parameters") or {})}
-    _check_rope(str(rope.get("rope_type", rope.get("type", "default"))))
-    for key, plain in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
-        if data.get(key, plain) != plain:
-            raise ModelError(f"{key} = {data[key]!r} is not supported; supported: {plain!r}")
-    if data.get("sliding_window"):
-        raise ModelError(f"sliding_window = {data['sliding_window']} is not supported; supported: none")
-    if data.get("quantization_config"):
-        method = data["quantization_config"].get("quant_method", "unnamed")
-        raise ModelError(f"quantised checkpoints ({method}) are not supported; supported: plain safetensors")
-    try:
-        heads = int(data["num_attention_heads"])
-        hidden = int(data["hidden_size"])
-        return LlamaConfig(
-            vocab_size=int(data["vocab_size"]),
-            hidden_size=hidden,
-            ffn_size=int(data["intermediate_size"]),
-            layers=int(data["num_hidden_layers"]),
-            heads=heads,
-            kv_heads=int(data.get("num_key_value_heads") or heads),
-            head_dim=int(data.get("head_dim") or hidden // heads),
-            norm_eps=float(data.get("rms_norm_eps", 1e-6)),
-            rope_theta=float(data.get("rope_theta") or rope.get("rope_theta") or 10000.0),
-            max_len=int(data.get("max_position_embeddings", 2048)),
-            tied=bool(data.get("tie_word_embeddings", False)),
-        )
-    except KeyError as missing:
-        raise ModelError(f"config.json lacks {missing}") from None
+def split_layers(layers: int, stages: int, head_in_layers: float = 0.0) -> list[range]:
+    """The layers of each stage, so that the stages cost as nearly the same as whole layers allow.
 
-
-def config_from_gguf(data: Mapping[str, Any], vocab_rows: int, tied: bool) -> LlamaConfig:
-    """From a GGUF file's metadata; the vocabulary's size is the embedding's, the head is tied if it is absent."""
-    architecture = data.get("general.architecture", "(none named)")
-    if architecture != "llama":
-        raise ModelError(f"GGUF architecture {architecture} is not supported; supported: llama")
-    _check_rope(str(data.get("llama.rope.scaling.type", "none")).replace("none", "default"))
-    if data.get("llama.expert_count", 0):
-        raise ModelError("mixtures of experts are not supported; supported: dense llama")
-    try:
-        heads = int(data["llama.attention.head_count"])
-        hidden = int(data["llama.embedding_length"])
-        head_dim = int(data.get("llama.attention.key_length", hidden // heads))
-        config = LlamaConfig(
-            vocab_size=vocab_rows,
-            hidden_size=hidden,
-            ffn_size=int(data["llama.feed_forward_length"]),
-            layers=int(data["llama.block_count"]),
-            heads=heads,
-            kv_heads=int(data.get("llama.attention.head_count_kv", heads)),
-            head_dim=head_dim,
-            norm_eps=float(data["llama.attention.layer_norm_rms_epsilon"]),
-            rope_theta=float(data.get("llama.rope.freq_base", 10000.0)),
-            max_len=int(data["llama.context_length"]),
-            tied=tied,
-        )
-    except KeyError as missing:
-        raise ModelError(f"the GGUF metadata lack {missing}") from None
-    rotary = int(data.get("llama.rope.dimension_count", head_dim))
-    if rotary != head_dim:
-        raise ModelError(f"rotary positions over {rotary} of {head_dim} dimensions are not supported")
-    return config
-
-
-def _check_rope(kind: str) -> None:
-    if kind not in ROPE_KINDS:
-        raise ModelError(f"rotary scaling {kind} is not supported; supported: {', '.join(ROPE_KINDS)}")
-
-
-def split_layers(layers: int, stages: int) -> list[range]:
-    """The layers of each stage, as even as possible; where they differ, earlier stages have one more."""
+    The last stage also computes the head, whose weights are ``head_in_layers`` times a layer's. It counts half: all
+    rows of an iteration of decodes need it, few rows of a chunk of a prompt do. Looking up embeddings costs nothing.
+    Where shares differ, earlier stages have one more.
+    """
     if not 1 <= stages <= layers:
-        raise ModelError(f"{layers} layers cannot be split over {stages} stages")
-    share, rest = divmod(layers, stages)
-    bounds = [stage * share + min(stage, rest) for stage in range(stages + 1)]
+        raise ModelError(
+            f"{layers} layers cannot be split over {stages} stages; possible: 1 to {layers}, each has a layer"
+        )
+    extra = head_in_layers / 2 if stages > 1 else 0.0
+
+    def cost(last: int) -> tuple[float, float]:
+        """The slowest stage, then how uneven the stages are."""
+        share, rest = divmod(layers - last, stages - 1)
+        shares = [share + 1] * rest + [share] * (stages - 1 - rest) + [last + extra]
+        return max(shares), sum(each * each for each in shares)
+
+    last = min(range(1, layers - stages + 2), key=cost) if stages > 1 else layers
+    share, rest = divmod(layers - last, max(stages - 1, 1))
+    bounds = [stage * share + min(stage, rest) for stage in range(stages)] + [layers]
     return [range(begin, end) for begin, end in pairwise(bounds)]
+
+
+def describe_stage(layers: range, stage: int, stages: int) -> str:
+    """One line on what a stage holds."""
+    span = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
+    embedding = " + embedding" if stage == 0 else ""
+    head = " + head" if stage == stages - 1 else ""
+    return f"stage {stage} of {stages}: {span}{embedding}{head}"

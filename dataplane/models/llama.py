@@ -1,4 +1,4 @@
-"""One pipeline stage of a Llama-family decoder.
+"""One pipeline stage of a Llama-family decoder: Llama, Mistral, Qwen2 and Qwen3 differ in ``LlamaConfig`` only.
 
 Built once from a model source, called once an iteration by ``model_runner``. The residual stream is kept in the
 model's type between layers and stages, so a model's bits do not depend on how its layers are split; inside a layer
@@ -14,9 +14,37 @@ from torch import Tensor
 from ...kernels.attention import AttentionBackend, KVCache
 from ...kernels.linear import ROW_TILE, Linear, compute_dtype, padded_rows, smallest_rows
 from ...kernels.norm import rms_norm, silu_mul
-from ...kernels.rope import apply_rope, rope_table
+from ...kernels.rope import (
+    DynamicRope,
+    RopeTable,
+    apply_rope,
+    base_frequencies,
+    llama3_frequencies,
+    yarn_frequencies,
+)
 from ..weights.source import ModelSource
-from .config import EMBEDDING, FINAL_NORM, HEAD, ModelError, split_layers, tensor_shapes
+from .config import EMBEDDING, FINAL_NORM, HEAD, LlamaConfig, ModelError, split_layers, tensor_shapes
+
+
+def make_rope(config: LlamaConfig) -> RopeTable | DynamicRope:
+    """The rotary positions that the model's scaling asks for."""
+    rope, dim, theta = config.rope, config.head_dim, config.rope_theta
+    if rope.kind == "dynamic":
+        return DynamicRope(dim, theta, rope.factor, rope.original_len, config.max_len)
+    frequencies = base_frequencies(dim, theta)
+    if rope.divisors:
+        frequencies = frequencies / torch.tensor(rope.divisors)
+    elif rope.kind == "linear":
+        frequencies = frequencies / rope.factor
+    elif rope.kind == "llama3":
+        frequencies = llama3_frequencies(
+            frequencies, rope.factor, rope.low_factor, rope.high_factor, rope.original_len
+        )
+    elif rope.kind == "yarn":
+        frequencies = yarn_frequencies(
+            dim, theta, rope.factor, rope.original_len, rope.beta_fast, rope.beta_slow, rope.truncate
+        )
+    return RopeTable(frequencies, config.max_len, rope.magnitude)
 
 
 @dataclass(slots=True)
@@ -27,6 +55,10 @@ class _Layer:
     mlp_norm: Tensor
     gate_up: Linear
     down: Linear
+    #: Weights of the norm of each query and key head, [heads + kv_heads, head_dim].
+    qk_norm: Tensor | None
+    #: Keys that a query sees, 0 for all.
+    window: int
 
 
 class LlamaStage:
@@ -35,11 +67,12 @@ class LlamaStage:
     def __init__(self, source: ModelSource, stage: int, stages: int, dtype: torch.dtype) -> None:
         self.config = source.config
         self.dtype = dtype
-        self.layers = split_layers(self.config.layers, stages)[stage]
+        self.layers = split_layers(self.config.layers, stages, self.config.head_in_layers)[stage]
         self.is_first, self.is_last = stage == 0, stage == stages - 1
         self._compute = compute_dtype(dtype)
         self._source = source
-        self._cos, self._sin = rope_table(self.config.head_dim, self.config.rope_theta, self.config.max_len)
+        self._rope = make_rope(self.config)
+        self._shapes = tensor_shapes(self.config)
         self._embedding = self._tensor(EMBEDDING) if self.is_first else None
         self._layers = [self._layer(index) for index in self.layers]
         self._norm: Tensor | None = None
@@ -50,7 +83,7 @@ class LlamaStage:
             if tied and self._embedding is not None:
                 self._head = Linear(self._embedding.to(self._compute))
             else:
-                self._head = self._linear(EMBEDDING if tied else HEAD)
+                self._head = Linear(self._tensor(EMBEDDING if tied else HEAD).to(self._compute))
         layer = self._layers[0]
         checked = [layer.qkv, layer.output, layer.gate_up, layer.down, *([self._head] if self._head else [])]
         smallest = smallest_rows(checked)
@@ -60,7 +93,7 @@ class LlamaStage:
 
     def _tensor(self, name: str) -> Tensor:
         tensor = self._source.load(name)
-        shape = tensor_shapes(self.config)[name]
+        shape = self._shapes[name]
         if tuple(tensor.shape) != shape:
             raise ModelError(f"tensor {name} has shape {tuple(tensor.shape)}, the model needs {shape}")
         tensor = tensor.to(self.dtype)
@@ -69,19 +102,31 @@ class LlamaStage:
         return tensor
 
     def _linear(self, *names: str) -> Linear:
-        """One layer for the rows of all of ``names``, one below the other."""
-        return Linear(torch.cat([self._tensor(name) for name in names]).to(self._compute))
+        """One layer for the rows of all of ``names``, one below the other, with their biases if they have any."""
+        weight, *biases = (
+            torch.cat([self._tensor(f"{name}.{part}") for name in names]).to(self._compute)
+            for part in ("weight", "bias")
+            if f"{names[0]}.{part}" in self._shapes
+        )
+        return Linear(weight, *biases)
+
+    def _qk_norm(self, attention: str) -> Tensor:
+        heads = (("q_norm", self.config.heads), ("k_norm", self.config.kv_heads))
+        rows = [self._tensor(f"{attention}{name}.weight").expand(count, -1) for name, count in heads]
+        return torch.cat(rows).to(torch.float32)
 
     def _layer(self, index: int) -> _Layer:
         prefix = f"model.layers.{index}."
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
         return _Layer(
             attention_norm=self._tensor(prefix + "input_layernorm.weight").to(torch.float32),
-            qkv=self._linear(*(f"{attention}{part}_proj.weight" for part in "qkv")),
-            output=self._linear(attention + "o_proj.weight"),
+            qkv=self._linear(*(f"{attention}{part}_proj" for part in "qkv")),
+            output=self._linear(attention + "o_proj"),
             mlp_norm=self._tensor(prefix + "post_attention_layernorm.weight").to(torch.float32),
-            gate_up=self._linear(mlp + "gate_proj.weight", mlp + "up_proj.weight"),
-            down=self._linear(mlp + "down_proj.weight"),
+            gate_up=self._linear(mlp + "gate_proj", mlp + "up_proj"),
+            down=self._linear(mlp + "down_proj"),
+            qk_norm=self._qk_norm(attention) if self.config.qk_norm else None,
+            window=self.config.windows[index] if self.config.windows else 0,
         )
 
     def padded(self, rows: int) -> int:
@@ -94,19 +139,34 @@ class LlamaStage:
             raise RuntimeError("only the first stage embeds token ids")
         return self._embedding[ids]
 
-    def forward(self, x: Tensor, positions: Tensor, cache: KVCache, backend: AttentionBackend, plan: Any) -> Tensor:
-        """Run this stage's layers over the residual stream ``x`` [padded T, hidden], which is overwritten."""
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        cache: KVCache,
+        backend: AttentionBackend,
+        plan: Any,
+        prompt_len: Tensor | None = None,
+    ) -> Tensor:
+        """Run this stage's layers over the residual stream ``x`` [padded T, hidden], which is overwritten.
+
+        ``prompt_len`` [padded T]: the length of the prompt of each token's sequence; only dynamic rotary positions
+        need it.
+        """
         config = self.config
         rows, heads, kv_heads = len(x), config.heads, config.kv_heads
-        cos, sin = self._cos[positions], self._sin[positions]
+        cos, sin = self._rope.rows(positions, prompt_len)
         scale = config.head_dim**-0.5
         attended = torch.zeros(rows, heads, config.head_dim, dtype=self._compute)
         for index, layer in enumerate(self._layers):
             normed = rms_norm(x, layer.attention_norm, config.norm_eps, self._compute)
             qkv = layer.qkv(normed).view(rows, heads + 2 * kv_heads, config.head_dim)
-            rotated = apply_rope(qkv[:, : heads + kv_heads], cos, sin)
+            turned = qkv[:, : heads + kv_heads]
+            if layer.qk_norm is not None:
+                turned = rms_norm(turned, layer.qk_norm, config.norm_eps, self._compute)
+            rotated = apply_rope(turned, cos, sin)
             backend.write_kv(rotated[:, heads:], qkv[:, heads + kv_heads :], cache, index, plan)
-            backend.attend(rotated[:, :heads], cache, index, plan, attended, scale)
+            backend.attend(rotated[:, :heads], cache, index, plan, attended, scale, layer.window)
             x.add_(layer.output(attended.view(rows, -1)))
             normed = rms_norm(x, layer.mlp_norm, config.norm_eps, self._compute)
             x.add_(layer.down(silu_mul(layer.gate_up(normed))))

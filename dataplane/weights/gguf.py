@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from ..models.config import EMBEDDING, FINAL_NORM, HEAD, ModelError, config_from_gguf
+from ..models.config import EMBEDDING, FINAL_NORM, HEAD, ModelError
+from ..models.from_gguf import architecture_of, config_from_gguf
 from .dequantise import SUPPORTED_TYPES, widen
-from .gguf_file import read_header
+from .gguf_file import GGUFTensor, read_header
 from .source import check_tensors
 
 _TOP = {"token_embd.weight": EMBEDDING, "output_norm.weight": FINAL_NORM, "output.weight": HEAD}
@@ -19,12 +20,18 @@ _LAYER = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "attn_output": "self_attn.o_proj",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
+_LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+#: What each rotary frequency is divided by: part of the configuration, not of a layer.
+_DIVISORS = "rope_freqs.weight"
+#: Rotary frequencies that old files hold and that follow from the metadata.
+_HARMLESS = re.compile(r"blk\.\d+\.attn_rot_embd\.weight")
 
 _EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
@@ -39,49 +46,68 @@ class GGUFSource:
             except ValueError:
                 raise ModelError(f"{path} is not a usable GGUF file: it is empty") from None
         header = read_header(path, self._data)
-        self._path = path
-        self._tensors = {_canonical(path, name): tensor for name, tensor in header.tensors.items()}
-        for name, tensor in header.tensors.items():
-            if tensor.type not in SUPPORTED_TYPES:
-                supported = ", ".join(kind.name for kind in SUPPORTED_TYPES)
-                raise ModelError(
-                    f"{path}: tensor {name} has type {tensor.type.name}, which is not supported; "
-                    f"supported: {supported}"
-                )
-        if EMBEDDING not in self._tensors:
-            raise ModelError(f"{path} lacks tensor token_embd.weight")
-        vocabulary = self._tensors[EMBEDDING].shape[0]
-        self.config = config_from_gguf(header.metadata, vocabulary, tied=HEAD not in self._tensors)
-        check_tensors(str(path), self.config, {name: tensor.shape for name, tensor in self._tensors.items()})
-        ids = {header.metadata.get("tokenizer.ggml." + key) for key in _EOS_KEYS}
-        self.eos_ids = tuple(sorted(id for id in ids if isinstance(id, int) and 0 <= id < vocabulary))
         self.name = path.stem
+        try:
+            # The architecture first: of another one, neither names nor types mean anything.
+            if (parts := header.metadata.get("split.count", 1)) not in (0, 1):
+                raise ModelError(f"files in {parts} parts are not supported; join them with llama-gguf-split --merge")
+            self._pairs_neighbours = architecture_of(header.metadata) == "llama"
+            self._tensors = _by_canonical_name(header.tensors)
+            shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+            divisors = header.tensors.get(_DIVISORS)
+            values = () if divisors is None else tuple(self._read(divisors).flatten().tolist())
+            self.config = config_from_gguf(header.metadata, shapes, values)
+        except ModelError as error:
+            raise ModelError(f"{path}: {error}") from None
+        check_tensors(str(path), self.config, shapes)
+        ids = {header.metadata.get("tokenizer.ggml." + key) for key in _EOS_KEYS}
+        vocabulary = self.config.vocab_size
+        self.eos_ids = tuple(sorted(id for id in ids if isinstance(id, int) and 0 <= id < vocabulary))
+
+    def _read(self, tensor: GGUFTensor) -> Tensor:
+        raw = np.frombuffer(self._data, np.uint8, tensor.num_bytes, tensor.offset)
+        return widen(raw, tensor.type, tensor.shape)
 
     def load(self, name: str) -> Tensor:
-        tensor = self._tensors[name]
-        raw = np.frombuffer(self._data, np.uint8, tensor.num_bytes, tensor.offset)
-        values = widen(raw, tensor.type, tensor.shape)
-        if name.endswith("q_proj.weight"):
+        values = self._read(self._tensors[name])
+        if not self._pairs_neighbours:
+            return values
+        if ".q_proj." in name:
             return _rotary_halves(values, self.config.heads)
-        if name.endswith("k_proj.weight"):
+        if ".k_proj." in name:
             return _rotary_halves(values, self.config.kv_heads)
         return values
 
 
 def _rotary_halves(values: Tensor, heads: int) -> Tensor:
     """Undo the file's order of a head's rows, which pairs neighbours: first halves and second halves again."""
-    pairs = values.view(heads, -1, 2, values.shape[-1])
+    pairs = values.view(heads, -1, 2, *values.shape[1:])
     return pairs.transpose(1, 2).reshape(values.shape)
 
 
-def _canonical(path: Path, name: str) -> str:
+def _by_canonical_name(tensors: dict[str, GGUFTensor]) -> dict[str, GGUFTensor]:
+    """Every tensor of the file that belongs to a layer; types and names that are not known are refused."""
+    found: dict[str, GGUFTensor] = {}
+    for name, tensor in tensors.items():
+        if _HARMLESS.fullmatch(name):
+            continue
+        if tensor.type not in SUPPORTED_TYPES:
+            supported = ", ".join(kind.name for kind in SUPPORTED_TYPES)
+            raise ModelError(
+                f"tensor {name} has type {tensor.type.name}, which is not supported; supported: {supported}"
+            )
+        if name != _DIVISORS:
+            canonical = _canonical(name)
+            if canonical in found:
+                raise ModelError(f"tensor {name} is there under another name too")
+            found[canonical] = tensor
+    return found
+
+
+def _canonical(name: str) -> str:
     if name in _TOP:
         return _TOP[name]
     match = _LAYER_NAME.fullmatch(name)
     if match and match[2] in _LAYER:
-        return f"model.layers.{int(match[1])}.{_LAYER[match[2]]}.weight"
-    if name == "rope_freqs.weight":
-        raise ModelError(
-            f"{path}: rotary scaling llama3 (tensor rope_freqs.weight) is not supported; supported: default"
-        )
-    raise ModelError(f"{path} holds tensor {name}, which the model has no place for")
+        return f"model.layers.{int(match[1])}.{_LAYER[match[2]]}.{match[3]}"
+    raise ModelError(f"the file holds tensor {name}, which the model has no place for")

@@ -44,12 +44,12 @@ class RandomSource:
 
     def load(self, name: str) -> Tensor:
         shape = self._shapes[name]
-        if len(shape) == 1:
+        if len(shape) == 1 and not name.endswith(".bias"):
             return torch.ones(shape)
         # By place, not by hash: the same tensor whichever stage asks for it, in any process.
         generator = torch.Generator().manual_seed(self._seed * 100_003 + list(self._shapes).index(name))
         scale = next((scale for part, scale in _SCALES.items() if part in name), 1.0)
-        return torch.randn(shape, generator=generator) * (scale * shape[1] ** -0.5)
+        return torch.randn(shape, generator=generator) * (scale * shape[-1] ** -0.5)
 
 
 def parse_random(model: str) -> RandomSource:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from evenflow.kernels.norm import rms_norm, silu_mul
-from evenflow.kernels.rope import apply_rope, rope_table
+from evenflow.kernels.rope import RopeTable, apply_rope, base_frequencies
 from torch.nn import functional
 
 
@@ -21,7 +21,7 @@ def test_activation_of_extreme_values_is_finite() -> None:
 
 
 def test_rope_rotates_by_position() -> None:
-    cos, sin = rope_table(8, 100.0, 50)
+    cos, sin = RopeTable(base_frequencies(8, 100.0), 50).rows(torch.arange(50))
     x = torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(0))
     positions = torch.tensor([0, 7, 49])
     rotated = apply_rope(x, cos[positions], sin[positions])
@@ -41,7 +41,7 @@ def test_bits_do_not_depend_on_the_number_of_rows(threads: int, dtype: torch.dty
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(250, 2 * 600, generator=generator).to(dtype)
     weight = torch.randn(1200, generator=generator)
-    cos, sin = rope_table(40, 1e4, 300)
+    cos, sin = RopeTable(base_frequencies(40, 1e4), 300).rows(torch.arange(300))
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)

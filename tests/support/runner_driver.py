@@ -46,6 +46,7 @@ def make_batch(rows: list[tuple[Sequence, int]], block_size: int, step: int = 0)
         block_table=table,
         write=np.concatenate(write).astype(np.int64),
         ids=np.concatenate(ids).astype(np.int64),
+        prompt_len=np.array([len(seq.tokens) - len(seq.out) for seq, _ in rows], np.int64),
         sampling=SamplingRows(
             rows=np.array(sampling, np.int32),
             temperature=np.array([s.temperature for s in seqs], np.float32),
