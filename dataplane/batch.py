@@ -134,8 +134,8 @@ class Runner(Protocol):
 
     @property
     def done(self) -> int | None:
-        """A descriptor that is readable from the end of the launched iteration until ``collect``; always the same
-        one. None: ``launch`` returns at the end.
+        """A descriptor that is readable from the end of the launched iteration until the next launch; always the
+        same one. None: ``launch`` returns at the end.
         """
         ...
 

@@ -36,6 +36,8 @@ from .executor import SampledIds
 _HEAD = 4096
 #: Capacity of a pipe: more than the ids of all plans that may be out.
 _PIPE_BYTES = 1 << 20
+#: Read at a time: more than usually comes, and not so much that the buffer costs more than the reading.
+_READ_BYTES = 1 << 16
 #: Step, tokens, entry index.
 _BELL = struct.Struct("<III")
 #: Step, number of ids.
@@ -108,7 +110,9 @@ class Inlet:
         parts: list[bytes] = []
         with contextlib.suppress(BlockingIOError):
             while True:
-                parts.append(os.read(self.descriptor, _PIPE_BYTES))
+                parts.append(os.read(self.descriptor, _READ_BYTES))
+                if len(parts[-1]) < _READ_BYTES:
+                    break
         return b"".join(parts)
 
     def close(self) -> None:

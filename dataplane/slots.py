@@ -55,6 +55,10 @@ class SlotTable:
         self._prompt_len = np.zeros(slots, np.int64)
         self._max_len = np.zeros(slots, np.int64)
         self._min_len = np.zeros(slots, np.int64)
+        #: The id of the last arrived token, and those of them that are not in ``_tokens`` yet. A decode's input is
+        #: the newest id of its slot, so it is found without a visit to as many pages as there are rows.
+        self._newest = np.zeros(slots, np.int64)
+        self._unwritten: list[tuple[Int64, Int64, Int64]] = []
         # Large and zero: the system commits these pages when they are first written.
         self._tokens = np.zeros((slots, start.max_model_len), np.uint32)
         self._table = np.zeros((slots, self._max_blocks), np.int32)
@@ -76,6 +80,7 @@ class SlotTable:
 
     def apply(self, registers: Sequence[Register], plan: BatchPlan) -> StageBatch:
         """Apply a plan and derive its batch, without input ids (``fill_inputs``). Raises ``PlanRefused``."""
+        self._write_back()
         self._release(self._slots_of(plan.released, "released"))
         for register in registers:
             self._register(register)
@@ -140,6 +145,7 @@ class SlotTable:
         self._generation[slot] = self._owner[slot] = message.generation
         self._computed[slot] = message.computed
         self._known[slot] = self._arrived[slot] = known
+        self._newest[slot] = tokens[-1]
         self._prompt_len[slot] = message.prompt_len
         self._max_len[slot] = message.max_len
         self._min_len[slot] = message.min_len
@@ -302,9 +308,11 @@ class SlotTable:
 
     def fill_inputs(self, batch: StageBatch) -> None:
         """First stage: set ``batch.ids``; only when ``inputs_arrived``."""
-        places = batch.slots
-        if len(places) != batch.num_tokens:
-            places = np.repeat(places, np.diff(batch.cu_q))
+        if batch.num_decodes == len(batch.slots):
+            batch.ids = self._newest[batch.slots]
+            return
+        self._write_back()
+        places = np.repeat(batch.slots, np.diff(batch.cu_q))
         batch.ids = self._tokens[places, batch.positions].astype(np.int64)
 
     def append(self, slots: Int64, generations: Int64, ids: Int64) -> None:
@@ -315,8 +323,14 @@ class SlotTable:
         if np.count_nonzero(current) < len(slots):
             slots, ids = slots[current], ids[current]
         ends = self._arrived[slots]
-        self._tokens[slots, ends] = ids
+        self._newest[slots] = ids
         self._arrived[slots] = ends + 1
+        self._unwritten.append((slots, ends, ids))
+
+    def _write_back(self) -> None:
+        for slots, ends, ids in self._unwritten:
+            self._tokens[slots, ends] = ids
+        self._unwritten.clear()
 
     def digest(self, step: int) -> int | None:
         """The checksum of the slots that ``step`` audits, None where it audits none. Call between two plans."""

@@ -151,9 +151,8 @@ class Worker:
 
     def _receive(self, stamp_us: int) -> None:
         """Take all messages from control's socket; they were there at ``stamp_us``."""
-        with contextlib.suppress(zmq.Again):
-            while True:
-                self._inbox.append((self._control.recv_multipart(zmq.NOBLOCK), stamp_us))
+        while int(self._control.get(zmq.EVENTS)) & zmq.POLLIN:
+            self._inbox.append((self._control.recv_multipart(zmq.NOBLOCK), stamp_us))
 
     def _handle_inbox(self) -> None:
         while self._inbox and not self._stopping:
@@ -282,8 +281,9 @@ class Worker:
                 links.finish_hidden()
         except LinkBroken as error:
             self._break(error)
-        # A plan that has come by now is known to have been there.
-        self._receive(outcome.ended_us)
+        if not executor.queued:
+            # A plan that has come by now is known to have been there.
+            self._receive(outcome.ended_us)
 
     def _settle(self) -> None:
         """Send control the result that it is owed."""

@@ -35,14 +35,7 @@ class Alarm:
         weakref.finalize(self, os.close, self.descriptor)
 
     def set(self, at_s: float) -> None:
-        """Readable from ``at_s`` on, which may have passed."""
+        """Readable from ``at_s`` on, which may have passed, and not before."""
         seconds, nanoseconds = divmod(max(1, round(at_s * 1e9)), 1_000_000_000)
-        self._arm(_Spec(0, 0, seconds, nanoseconds))
-
-    def clear(self) -> None:
-        """No longer readable, nor going to be."""
-        self._arm(_Spec())
-
-    def _arm(self, spec: _Spec) -> None:
-        if self._set(self.descriptor, _ABSOLUTE, spec, None):
+        if self._set(self.descriptor, _ABSOLUTE, _Spec(0, 0, seconds, nanoseconds), None):
             raise OSError(ctypes.get_errno(), "the timer cannot be set")

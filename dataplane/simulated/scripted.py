@@ -98,8 +98,6 @@ class ScriptedRunner:
             self._alarm.set(self._ends_at)
 
     def collect(self) -> Finished:
-        if self._alarm is not None:
-            self._alarm.clear()
         left = self._ends_at - self._clock()
         if left > 0:
             self._sleep(left)

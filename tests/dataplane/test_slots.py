@@ -132,6 +132,21 @@ def test_ids_of_an_older_registration_are_dropped(table):
     assert batch.ids.tolist() == [42]
 
 
+def test_the_last_id_of_a_slot_does_not_get_among_the_prompt_of_its_next_owner(table):
+    table.apply([register()], plan(chunks=[(0, 5)]))
+    give(table, 0, 99)
+    again = register(generation=2, tokens=(1, 2, 3, 4, 5, 6, 7))
+    batch = table.apply([again, register(1, blocks=(4, 5))], plan(1, chunks=[(0, 7), (1, 5)], released=[0]))
+    table.fill_inputs(batch)
+    assert batch.ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 5, 6, 7, 8, 9]
+    # One whose last token is all that is left to compute decodes at once.
+    done = register(1, generation=2, tokens=(1, 2, 3), blocks=(4,), computed=2)
+    batch = table.apply([done], plan(2, decodes=[1], released=[1]))
+    assert table.inputs_arrived(batch)
+    table.fill_inputs(batch)
+    assert batch.ids.tolist() == [3]
+
+
 def test_release_register_grow_run_happen_in_this_order(table):
     table.apply([register()], plan(chunks=[(0, 5)]))
     batch = table.apply(
