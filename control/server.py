@@ -273,7 +273,9 @@ class ControlServer:
             self._tell(session, encode(Refused(submit.key, "overloaded", "key", text, 1000)))
         elif self.engine is None:
             if len(self._early) >= self.options.limits.max_queued:
-                refused = Refused(submit.key, "overloaded", "", "too many requests wait for the workers", 1000)
+                refused = Refused(
+                    submit.key, "overloaded", "max_queued", "too many requests wait for the workers", 1000
+                )
                 self._tell(session, encode(refused))
             else:
                 self._early.append((session.owner, submit))

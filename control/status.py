@@ -18,6 +18,7 @@ def snapshot(engine: Engine | None, supervisor: Supervisor, clients: int, bad_fr
     }
     if supervisor.limits is not None:
         values["token_budget"] = supervisor.limits.token_budget
+        values["max_queued"] = supervisor.limits.max_queued
     if engine is None:
         return values
     replicas = engine.replicas.values()

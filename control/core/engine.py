@@ -140,9 +140,13 @@ class Engine:
             waiting += len(replica.waiting)
             tokens += replica.queued_tokens
         if waiting >= limits.max_queued:
-            return "overloaded", "", f"{waiting} requests are waiting, the most that may"
+            return "overloaded", "max_queued", f"{waiting} requests are waiting, the most that may"
         if tokens and tokens + prompt > limits.max_queued_tokens:
-            return "overloaded", "", f"{tokens} tokens are waiting; with this request's more than may"
+            return (
+                "overloaded",
+                "max_queued_tokens",
+                f"{tokens} tokens are waiting; with this request's more than may",
+            )
         return None
 
     def _aborted(self, event: Aborted, effects: list[Effect]) -> None:

@@ -12,26 +12,43 @@ from dataclasses import dataclass
 
 import msgspec
 import structlog
+from msgspec import UNSET, UnsetType, structs
 from starlette.requests import Request
 from starlette.responses import Response
 
 from .errors import ApiError
-from .generation import Generation
+from .generation import Generation, Piece
 from .limits import HEADER_SECONDS
+from .logprobs import Reported, chat_logprobs, completion_logprobs
 from .schema import (
     Answer,
     ChatChoice,
+    ChatLogprobs,
     CompletionChoice,
+    CompletionLogprobs,
     Delta,
     DeltaChoice,
     Message,
     PromptDetails,
+    PromptLogprobs,
     Usage,
 )
 from .sse import DONE, EventResponse, EventWriter, while_connected
 
 log = structlog.get_logger(__name__)
 _encode = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a request asks of the form of its answer. ``name`` and ``model`` are written into it."""
+
+    name: str
+    model: str
+    stream: bool
+    usage: bool
+    #: Alternatives for each token of the prompt, None for no log-probabilities of it.
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +60,9 @@ class Shape:
     whole_object: str
     chunk_object: str
     opening: Callable[[int], DeltaChoice] | None
-    piece: Callable[[int, str], DeltaChoice | CompletionChoice]
+    piece: Callable[[int, Piece], DeltaChoice | CompletionChoice]
     last: Callable[[int, str], DeltaChoice | CompletionChoice]
-    whole: Callable[[int, str, str], ChatChoice | CompletionChoice]
+    whole: Callable[[int, Piece, str], ChatChoice | CompletionChoice]
 
 
 COMPLETION = Shape(
@@ -53,36 +70,42 @@ COMPLETION = Shape(
     whole_object="text_completion",
     chunk_object="text_completion",
     opening=None,
-    piece=lambda index, text: CompletionChoice(index, text, None),
+    piece=lambda index, piece: CompletionChoice(index, piece.text, None, _columns(piece)),
     last=lambda index, reason: CompletionChoice(index, "", reason),
-    whole=lambda index, text, reason: CompletionChoice(index, text, reason),
+    whole=lambda index, piece, reason: CompletionChoice(index, piece.text, reason, _columns(piece)),
 )
 CHAT = Shape(
     prefix="chatcmpl",
     whole_object="chat.completion",
     chunk_object="chat.completion.chunk",
     opening=lambda index: DeltaChoice(index, Delta(role="assistant", content=""), None),
-    piece=lambda index, text: DeltaChoice(index, Delta(content=text), None),
+    piece=lambda index, piece: DeltaChoice(index, Delta(content=piece.text), None, _contents(piece)),
     last=lambda index, reason: DeltaChoice(index, Delta(), reason),
-    whole=lambda index, text, reason: ChatChoice(index, Message(text), reason),
+    whole=lambda index, piece, reason: ChatChoice(index, Message(piece.text), reason, _contents(piece)),
 )
 
 
-async def answer(
-    http: Request, shape: Shape, name: str, model: str, generations: list[Generation], *, stream: bool, usage: bool
-) -> Response:
+def _columns(piece: Piece) -> CompletionLogprobs | None:
+    return None if piece.told is None else completion_logprobs(piece.told)
+
+
+def _contents(piece: Piece) -> ChatLogprobs | None:
+    return None if piece.told is None else chat_logprobs(piece.told)
+
+
+async def answer(http: Request, shape: Shape, asked: Asked, generations: list[Generation]) -> Response:
     """The response to a request whose generations have been submitted. Takes care of closing them."""
-    identifier = f"{shape.prefix}-{name}"
+    identifier = f"{shape.prefix}-{asked.name}"
     created = int(time.time())
     handed_over = False
     try:
-        if not stream:
-            body = await while_connected(http.receive, _whole(shape, identifier, created, model, generations))
+        if not asked.stream:
+            body = await while_connected(http.receive, _whole(shape, identifier, created, asked, generations))
             return Response(body, media_type="application/json")
         await while_connected(http.receive, _settle(generations))
 
         async def produce(writer: EventWriter) -> None:
-            await _stream(writer, shape, identifier, created, model, generations, usage)
+            await _stream(writer, shape, identifier, created, asked, generations)
 
         handed_over = True
         return EventResponse(produce, lambda: _close(generations))
@@ -105,30 +128,49 @@ async def _settle(generations: list[Generation]) -> None:
             raise error
 
 
-async def _whole(shape: Shape, identifier: str, created: int, model: str, generations: list[Generation]) -> bytes:
+async def _whole(shape: Shape, identifier: str, created: int, asked: Asked, generations: list[Generation]) -> bytes:
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(_text(generation)) for generation in generations]
-    results = [task.result() for task in tasks]
-    for result in results:
-        if isinstance(result, ApiError):
-            raise result
+        tasks = [group.create_task(_text(generation, generations)) for generation in generations]
+    pieces: list[Piece] = []
+    failed: list[ApiError] = []
+    for result in [task.result() for task in tasks]:
+        if isinstance(result, Piece):
+            pieces.append(result)
+        else:
+            failed.append(result)
+    if failed:
+        # Those that were ended on account of the first one say only that.
+        raise next((error for error in failed if error.code != "aborted"), failed[0])
     choices = [
-        shape.whole(index, str(text), generation.finish_reason or "stop")
-        for index, (text, generation) in enumerate(zip(results, generations, strict=True))
+        shape.whole(index, piece, generation.finish_reason or "stop")
+        for index, (piece, generation) in enumerate(zip(pieces, generations, strict=True))
     ]
+    prompt: PromptLogprobs | UnsetType = UNSET
+    if asked.prompt_logprobs is not None:
+        found = [generation.prompt_logprobs(asked.prompt_logprobs) for generation in generations]
+        if shape is COMPLETION:
+            choices = [
+                structs.replace(choice, prompt_logprobs=rows) for choice, rows in zip(choices, found, strict=True)
+            ]
+        else:
+            prompt = found[0]
     usage = await _usage(generations)
-    return _encode(Answer(identifier, shape.whole_object, created, model, choices, usage))  # pyright: ignore[reportArgumentType]
+    return _encode(Answer(identifier, shape.whole_object, created, asked.model, choices, usage, prompt))  # pyright: ignore[reportArgumentType]
 
 
-async def _text(generation: Generation) -> str | ApiError:
-    """The whole text; an error is returned, not raised, so that it reaches the caller as itself."""
+async def _text(generation: Generation, all_of_them: list[Generation]) -> Piece | ApiError:
+    """The whole choice. An error ends the others, too; it is returned, not raised: so it arrives as itself."""
     pieces: list[str] = []
+    told: list[Reported] | None = [] if generation.reports else None
     try:
         while (piece := await generation.piece()) is not None:
-            pieces.append(piece)
+            pieces.append(piece.text)
+            if told is not None and piece.told is not None:
+                told += piece.told
     except ApiError as error:
+        _close(all_of_them)
         return error
-    return "".join(pieces)
+    return Piece("".join(pieces), told)
 
 
 async def _stream(
@@ -136,12 +178,12 @@ async def _stream(
     shape: Shape,
     identifier: str,
     created: int,
-    model: str,
+    asked: Asked,
     generations: list[Generation],
-    usage: bool,
 ) -> None:
     #: With usage asked for, every other chunk says that it has none.
-    absent = None if usage else msgspec.UNSET
+    absent = None if asked.usage else UNSET
+    model = asked.model
 
     async def chunk(choice: DeltaChoice | CompletionChoice) -> None:
         message = Answer(identifier, shape.chunk_object, created, model, [choice], absent)  # pyright: ignore[reportArgumentType]
@@ -170,7 +212,7 @@ async def _stream(
     if failed:
         await writer.event(failed[0].body())
         return
-    if usage:
+    if asked.usage:
         figures = await _usage(generations)
         await writer.event(_encode(Answer(identifier, shape.chunk_object, created, model, [], figures)))
     await writer.event(DONE)

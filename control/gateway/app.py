@@ -30,10 +30,17 @@ _REQUEST_ID = re.compile(rb"[!-~]{1,%d}\Z" % MAX_REQUEST_ID)
 
 def build_app(service: Service, version: str) -> ASGIApp:
     """The application. Its client must be open while it serves."""
+
+    async def refused(http: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        if http.url.path in WORK_PATHS:
+            service.note(error)
+        return error_response(error)
+
     app = Starlette(
         routes=Routes(service, version).table(),
         exception_handlers={
-            ApiError: _api_error,
+            ApiError: refused,
             HTTPException: _http_error,
             ClientGone: _nobody,
             Exception: _broken,
@@ -44,11 +51,6 @@ def build_app(service: Service, version: str) -> ASGIApp:
 
 def error_response(error: ApiError) -> Response:
     return Response(error.body(), error.status, error.headers(), "application/json")
-
-
-async def _api_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return error_response(error)
 
 
 async def _http_error(http: Request, error: Exception) -> Response:
@@ -110,6 +112,8 @@ class Guard:
         service.active += work
         try:
             if error is not None:
+                if work:
+                    service.note(error)
                 await error_response(error)(scope, receive, send_named)
             else:
                 await self._app(scope, receive, send_named)

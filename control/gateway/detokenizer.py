@@ -10,6 +10,7 @@ broken characters took it 19 s. It serves the other vocabularies.
 """
 
 import codecs
+import re
 from typing import Protocol
 
 from tokenizers import Tokenizer, decoders
@@ -36,6 +37,8 @@ def _byte_letters() -> dict[str, int]:
 
 
 _LETTERS = _byte_letters()
+#: How vocabularies that fall back to bytes spell them.
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>\Z")
 
 
 class TokenBytes(dict[int, bytes]):
@@ -76,6 +79,21 @@ class Decoding:
         if self._bytes is not None:
             return ByteDetokenizer(self._bytes[skip_special_tokens])
         return StreamDetokenizer(self._tokenizer, self._specials if skip_special_tokens else frozenset())
+
+    def is_silent(self, token: int, *, skip_special_tokens: bool = True) -> bool:
+        """The token has no text, whatever follows it."""
+        if self._bytes is not None:
+            return not self._bytes[skip_special_tokens][token]
+        return (skip_special_tokens and token in self._specials) or self._tokenizer.id_to_token(token) is None
+
+    def token_bytes(self, token: int) -> bytes:
+        """What one token stands for on its own, special or not, which may be a part of a character."""
+        if self._bytes is not None:
+            return self._bytes[False][token]
+        text = self._tokenizer.id_to_token(token) or ""
+        if _BYTE_TOKEN.match(text):
+            return bytes([int(text[3:5], 16)])
+        return text.replace("\u2581", " ").encode()
 
 
 class ByteDetokenizer:

@@ -28,6 +28,7 @@ class ApiError(Exception):
         code: str | None = None,
         kind: str = "invalid_request_error",
         retry_after: float | None = None,
+        queue_full: bool = False,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -36,6 +37,8 @@ class ApiError(Exception):
         self.code = code
         self.kind = kind
         self.retry_after = retry_after
+        #: The queue takes nobody at the moment, whatever the request.
+        self.queue_full = queue_full
 
     def body(self) -> bytes:
         return msgspec.json.encode(ErrorEnvelope(ErrorBody(self.message, self.kind, self.param, self.code)))
@@ -52,6 +55,18 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
     return ApiError(400, message, param=param, code=code)
 
 
+def overloaded(message: str, retry_after: float, *, queue_full: bool = False) -> ApiError:
+    """HTTP 429."""
+    return ApiError(
+        429,
+        message,
+        code="rate_limit_exceeded",
+        kind="rate_limit_error",
+        retry_after=retry_after,
+        queue_full=queue_full,
+    )
+
+
 def unavailable(message: str, retry_after: float = 1.0, code: str = "service_unavailable") -> ApiError:
     """HTTP 503 that passes by itself."""
     return ApiError(503, message, code=code, kind="service_unavailable_error", retry_after=retry_after)
@@ -62,7 +77,7 @@ def from_finish(finish: Finish) -> ApiError:
     message = finish.message or "the request was ended by the service"
     wait = finish.retry_after_ms / 1000 if finish.retry_after_ms else 1.0
     if finish.code == "overloaded":
-        return ApiError(429, message, code="rate_limit_exceeded", kind="rate_limit_error", retry_after=wait)
+        return overloaded(message, wait, queue_full=finish.field == "max_queued")
     if finish.code in ("draining", "not_ready", "closed"):
         return unavailable(message, wait, finish.code)
     if finish.code == "too_long":

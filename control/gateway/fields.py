@@ -11,7 +11,7 @@ import msgspec
 import structlog
 
 from .errors import ApiError, invalid
-from .limits import RANGES
+from .limits import MAX_LOGIT_BIAS_BYTES, MAX_LOGIT_BIASES, RANGES
 from .schema import TopLevel
 
 log = structlog.get_logger(__name__)
@@ -21,18 +21,9 @@ T = TypeVar("T", bound=msgspec.Struct)
 #: Fields of OpenAI's interface and of its common extensions that are not implemented, with the values that ask for
 #: nothing. Null is always one of them.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "logprobs": (False,),
     "top_logprobs": (0,),
-    "prompt_logprobs": (),
     "echo": (False,),
     "suffix": ("",),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
@@ -108,6 +99,8 @@ class FieldReader:
 
     def _check_names(self, top: TopLevel, kind: type[msgspec.Struct]) -> None:
         for name, raw in top.items():
+            if name == "logit_bias" and len(raw) > MAX_LOGIT_BIAS_BYTES:
+                raise invalid(f"logit_bias may have at most {MAX_LOGIT_BIASES} entries", "logit_bias")
             if name in kind.__struct_fields__ or name in IGNORED:
                 continue
             if name in UNSUPPORTED:
@@ -135,7 +128,7 @@ def check_ranges(request: msgspec.Struct) -> None:
         if name not in request.__struct_fields__:
             continue
         value = getattr(request, name)
-        if value is not None and value not in span:
+        if isinstance(value, int | float) and value not in span:
             raise invalid(f"{name} must be {span}, got {value}", name, "invalid_value")
 
 

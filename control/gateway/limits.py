@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from ..wire import MAX_BIASES, MAX_TOP_LOGPROBS
+
 MIB = 1 << 20
 
 MAX_BODY_BYTES = 8 * MIB
@@ -13,6 +15,11 @@ MAX_PROMPTS = 64
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_IDS = 32
+#: Choices of a request: its prompts times n.
+MAX_CHOICES = 256
+MAX_LOGIT_BIASES = MAX_BIASES
+#: JSON of a ``logit_bias`` that could have so few entries: a longer one is refused unread.
+MAX_LOGIT_BIAS_BYTES = 64 << 10
 MAX_TEMPLATE_CHARS = 16 * MIB
 TEMPLATE_SECONDS = 5.0
 HEAD_SECONDS = 30.0
@@ -21,6 +28,8 @@ BODY_SECONDS = 30.0
 KEEP_ALIVE_SECONDS = 15.0
 #: How long a new request waits for a control process that is being restarted.
 CONNECT_SECONDS = 10.0
+#: After a refusal because the queue was full, new requests are refused unread for this long.
+FULL_SECONDS = 1.0
 #: Headers of a stream wait this long for the first token or a refusal.
 HEADER_SECONDS = 2.0
 #: An answer that a stop string ended waits this long for the number of its cached tokens.
@@ -43,13 +52,23 @@ class Range:
         return f"between {self.low:g} and {self.high:g}"
 
 
-#: top_k -1 and 0 both mean off.
+#: Inclusive, by field. top_k -1 and 0 both mean off; max_tokens 0 is for ``echo``; logit_bias is about its values.
 RANGES: dict[str, Range] = {
     "temperature": Range(0, 2),
     "top_p": Range(0, 1),
     "top_k": Range(-1, (1 << 31) - 1),
-    "max_tokens": Range(1, 1 << 21),
+    "min_p": Range(0, 1),
+    "repetition_penalty": Range(0.01, 10),
+    "presence_penalty": Range(-2, 2),
+    "frequency_penalty": Range(-2, 2),
+    "logit_bias": Range(-100, 100),
+    "max_tokens": Range(0, 1 << 21),
     "max_completion_tokens": Range(1, 1 << 21),
     "min_tokens": Range(0, 1 << 21),
     "seed": Range(-(1 << 63), (1 << 63) - 1),
+    "n": Range(1, 128),
+    "best_of": Range(1, 128),
+    "logprobs": Range(0, MAX_TOP_LOGPROBS),
+    "top_logprobs": Range(0, MAX_TOP_LOGPROBS),
+    "prompt_logprobs": Range(0, MAX_TOP_LOGPROBS),
 }

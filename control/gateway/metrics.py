@@ -33,6 +33,7 @@ _OWN = frozenset(
         "prompt_tokens_total",
         "generation_tokens_total",
         "request_success_total",
+        "request_refused_total",
         "http_responses_total",
     }
 )
@@ -69,6 +70,12 @@ class Metrics:
             ["model_name", "status"],
             registry=self._registry,
         )
+        self._refused = Counter(
+            "evenflow_request_refused",
+            "Requests answered with an error, by its code.",
+            ["model_name", "code"],
+            registry=self._registry,
+        )
         self._registry.register(_ControlFigures(model_name, status, connected))
 
     def first_token(self, seconds: float, tokens: int) -> None:
@@ -89,6 +96,9 @@ class Metrics:
         self._prompt.inc(prompt_tokens)
         if completion_tokens:
             self._whole.observe(seconds)
+
+    def refused(self, code: str) -> None:
+        self._refused.labels(self._model_name, code).inc()
 
     def responded(self, status: int) -> None:
         self._responses.labels(self._model_name, str(status)).inc()

@@ -9,20 +9,20 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from .answers import CHAT, COMPLETION, answer
+from .answers import CHAT, COMPLETION, Asked, answer
 from .errors import ApiError, invalid
-from .fields import check_ranges
 from .limits import BODY_SECONDS, MAX_BODY_BYTES
 from .prompts import message_chars, normalize_messages, render_chat, split_prompts
 from .schema import (
     ChatRequest,
+    CommonFields,
     CompletionRequest,
     DetokenizeAnswer,
     DetokenizeRequest,
     TokenizeAnswer,
     TokenizeRequest,
 )
-from .service import Service, check_stream_options, output_limit
+from .service import Prompt, Service, check_stream_options
 from .sse import ClientGone
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -61,41 +61,34 @@ class Routes:
 
     async def completions(self, http: Request) -> Response:
         service = self._service
+        service.check_load()
         request = await self._read(http, CompletionRequest)
         service.check_model(request.model)
-        check_ranges(request)
         usage = check_stream_options(request)
-        prompts = split_prompts(request.prompt)
+        texts = split_prompts(request.prompt)
         welcome = await service.limits()
+        wish = service.read(request, welcome)
         specials = request.add_special_tokens is not False
-        ids = [
-            await service.encode(
-                prompt,
-                welcome,
-                f"prompt[{index}]" if len(prompts) > 1 else "prompt",
-                add_special_tokens=specials,
-            )
-            for index, prompt in enumerate(prompts)
-        ]
-        name = http.state.request_id
-        generations = await service.start(ids, request, name)
-        stream = bool(request.stream)
-        return await answer(http, COMPLETION, name, service.names[0], generations, stream=stream, usage=usage)
+        prompts: list[Prompt] = []
+        for index, given in enumerate(texts):
+            param = f"prompt[{index}]" if len(texts) > 1 else "prompt"
+            ids = await service.encode(given, welcome, param, add_special_tokens=specials)
+            prompts.append(Prompt(ids, given if isinstance(given, str) else None))
+        generations = await service.start(prompts, wish, http.state.request_id)
+        return await answer(http, COMPLETION, self._asked(http, request, usage), generations)
 
     async def chat(self, http: Request) -> Response:
         service = self._service
+        service.check_load()
         request = await self._read(http, ChatRequest)
         service.check_model(request.model)
-        check_ranges(request)
         usage = check_stream_options(request)
-        output_limit(request)
+        wish = service.read(request, await service.limits())
         ids = await self._chat_ids(
             request.messages, request.add_generation_prompt is not False, request.chat_template_kwargs
         )
-        name = http.state.request_id
-        generations = await service.start([ids], request, name)
-        stream = bool(request.stream)
-        return await answer(http, CHAT, name, service.names[0], generations, stream=stream, usage=usage)
+        generations = await service.start([Prompt(ids)], wish, http.state.request_id)
+        return await answer(http, CHAT, self._asked(http, request, usage), generations)
 
     async def tokenize(self, http: Request) -> Response:
         service = self._service
@@ -153,6 +146,15 @@ class Routes:
 
     async def metrics(self, _: Request) -> Response:
         return Response(self._service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    def _asked(self, http: Request, request: CommonFields, usage: bool) -> Asked:
+        return Asked(
+            name=http.state.request_id,
+            model=self._service.names[0],
+            stream=bool(request.stream),
+            usage=usage,
+            prompt_logprobs=request.prompt_logprobs,
+        )
 
     def _card(self, name: str) -> dict[str, Any]:
         welcome = self._service.client.welcome

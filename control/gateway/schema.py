@@ -26,6 +26,14 @@ class CommonFields(Struct, kw_only=True):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
+    n: int | None = None
+    best_of: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -34,11 +42,15 @@ class CommonFields(Struct, kw_only=True):
 
 class CompletionRequest(CommonFields, kw_only=True):
     prompt: str | list[str | int | list[int]]
+    logprobs: int | bool | None = None
+    echo: bool | None = None
     add_special_tokens: bool | None = None
 
 
 class ChatRequest(CommonFields, kw_only=True):
     messages: list[dict[str, Any]]
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
     max_completion_tokens: int | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -69,11 +81,48 @@ class Usage(Struct, frozen=True):
     prompt_tokens_details: PromptDetails
 
 
+class CompletionLogprobs(Struct, frozen=True):
+    """Columns with one entry a token; a prompt's first token has no log-probability."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class ChatTopLogprob(Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[ChatTopLogprob]
+
+
+class ChatLogprobs(Struct, frozen=True):
+    content: list[ChatTokenLogprob]
+    refusal: None = None
+
+
+class PromptLogprob(Struct, frozen=True):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
 class CompletionChoice(Struct, frozen=True):
     index: int
     text: str
     finish_reason: str | None
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Message(Struct, frozen=True):
@@ -86,7 +135,7 @@ class ChatChoice(Struct, frozen=True):
     index: int
     message: Message
     finish_reason: str | None
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
 
 
 class Delta(Struct, frozen=True, omit_defaults=True):
@@ -98,11 +147,14 @@ class DeltaChoice(Struct, frozen=True):
     index: int
     delta: Delta
     finish_reason: str | None
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
 
 
 class Answer(Struct, frozen=True):
-    """A whole answer, and each chunk of a streamed one; ``usage`` is left out where nobody asked for it."""
+    """A whole answer, and each chunk of a streamed one; ``usage`` is left out where nobody asked for it.
+
+    ``prompt_logprobs`` is chat's; completions have it in each choice, as each may be of another prompt.
+    """
 
     id: str
     object: str
@@ -110,6 +162,7 @@ class Answer(Struct, frozen=True):
     model: str
     choices: list[CompletionChoice] | list[ChatChoice] | list[DeltaChoice]
     usage: Usage | UnsetType | None = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class TokenizeAnswer(Struct, frozen=True):

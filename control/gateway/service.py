@@ -5,27 +5,53 @@ import hashlib
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from ..client import AsyncClient, draw_seed
+from ..client import AsyncClient, Stream
 from ..wire import Sampling, Welcome
 from .chat_template import ChatTemplate, TemplateError
-from .errors import ApiError, invalid, unavailable
+from .errors import ApiError, invalid, overloaded, unavailable
 from .fields import FieldReader, check_ranges
-from .generation import Generation, Stopping
-from .limits import CONNECT_SECONDS, INLINE_CHARS, MAX_STOP_CHARS, MAX_STOP_IDS, MAX_STOPS
+from .generation import Generation, PromptRows, Reporting, Stopping
+from .limits import (
+    CONNECT_SECONDS,
+    FULL_SECONDS,
+    INLINE_CHARS,
+    MAX_CHOICES,
+    MAX_STOP_CHARS,
+    MAX_STOP_IDS,
+    MAX_STOPS,
+)
 from .metrics import Metrics
 from .prompts import check_ids, check_size
-from .schema import ChatRequest, CommonFields
+from .sampling import count_choices, of_choice, read_sampling
+from .schema import ChatRequest, CommonFields, CompletionRequest
 from .tokenizer import TextModel
 
 T = TypeVar("T")
 
-#: Below this, dividing by the temperature overflows: the limit is greedy.
-_MIN_TEMPERATURE = 1e-5
-#: The limit of a nucleus of nothing is the one likeliest token.
-_MIN_TOP_P = 1e-9
 _MAX_WIRE_STOP_IDS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Token ids, and the text that they were made of, if they were."""
+
+    ids: list[int]
+    text: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a request asks for besides its prompt, checked. ``max_tokens`` None: as many as fit."""
+
+    sampling: Sampling
+    stopping: Stopping
+    choices: int
+    max_tokens: int | None
+    salt: bytes
+    echo: bool
 
 
 class Service:
@@ -44,6 +70,7 @@ class Service:
         self.draining = False
         #: Requests for work that are under way.
         self.active = 0
+        self._full_until = 0.0
         self.template: ChatTemplate | None = None
         self.template_error: str | None = None
         if model.chat_template is not None:
@@ -109,53 +136,100 @@ class Service:
             raise invalid(f"{param} gives no tokens", param)
         return ids
 
-    async def start(self, prompts: list[list[int]], request: CommonFields, name: str) -> list[Generation]:
-        """Submit one request per prompt. Raises ``ApiError`` before any is submitted."""
-        welcome = await self.limits()
+    def read(self, request: CommonFields, welcome: Welcome) -> Wish:
+        """Check all fields but the prompt, before that is tokenized. Raises ``ApiError``."""
         check_ranges(request)
-        stopping = self._stopping(request, welcome)
         limit = output_limit(request)
-        budgets = [self._max_tokens(len(ids), limit, request.min_tokens or 0, welcome) for ids in prompts]
-        salt = hashlib.sha256(request.cache_salt.encode()).digest() if request.cache_salt else b""
-        seed = draw_seed() if request.seed is None else request.seed & ((1 << 63) - 1)
-        temperature = 1.0 if request.temperature is None else request.temperature
-        greedy = temperature < _MIN_TEMPERATURE
+        echo = isinstance(request, CompletionRequest) and bool(request.echo)
+        if limit == 0 and not echo:
+            raise invalid("max_tokens must be at least 1, or 0 with echo, got 0", "max_tokens")
+        return Wish(
+            sampling=read_sampling(request, welcome.vocab_size),
+            stopping=self._stopping(request, welcome),
+            choices=count_choices(request),
+            max_tokens=limit,
+            salt=hashlib.sha256(request.cache_salt.encode()).digest() if request.cache_salt else b"",
+            echo=echo,
+        )
+
+    async def start(self, prompts: list[Prompt], wish: Wish, name: str) -> list[Generation]:
+        """Submit the choices of each prompt, by prompt. Raises ``ApiError`` before any is submitted."""
+        welcome = await self.limits()
+        total = len(prompts) * wish.choices
+        if total > MAX_CHOICES:
+            text = (
+                f"{len(prompts)} prompts with n {wish.choices} make {total} choices, at most {MAX_CHOICES} are made"
+            )
+            raise invalid(text, "n")
+        budgets = [self._max_tokens(len(prompt.ids), wish, welcome) for prompt in prompts]
         generations: list[Generation] = []
-        for index, (ids, budget) in enumerate(zip(prompts, budgets, strict=True)):
-            sampling = Sampling(
-                temperature=0.0 if greedy else temperature,
-                top_k=max(0, request.top_k or 0),
-                top_p=max(_MIN_TOP_P, 1.0 if request.top_p is None else request.top_p),
-                # 0 would ask the client library for another one.
-                seed=seed or 1 << 62,
-            )
-            stream = await self.client.submit(
-                ids,
-                max_tokens=budget,
-                sampling=sampling,
-                stop_ids=sorted(stopping.ids),
-                min_tokens=stopping.min_tokens,
-                salt=salt,
-                request=name if len(prompts) == 1 else f"{name}-{index}",
-            )
-            generations.append(Generation(stream, self.model, stopping, self.metrics, len(ids)))
+        try:
+            for prompt, budget in zip(prompts, budgets, strict=True):
+                leader: Stream | None = None
+                reporting = self._reporting(prompt, wish)
+                for index in range(wish.choices):
+                    stream = await self.client.submit(
+                        prompt.ids,
+                        max_tokens=budget,
+                        sampling=of_choice(wish.sampling, index),
+                        stop_ids=sorted(wish.stopping.ids),
+                        min_tokens=wish.stopping.min_tokens,
+                        salt=wish.salt,
+                        request=name if total == 1 else f"{name}-{len(generations)}",
+                        leader=leader,
+                    )
+                    if leader is None:
+                        leader = stream
+                        if wish.sampling.prompt_logprobs >= 0:
+                            reporting = replace(reporting, rows=PromptRows(stream, prompt.ids))
+                    generations.append(
+                        Generation(stream, self.model, wish.stopping, self.metrics, prompt.ids, index, reporting)
+                    )
+        except BaseException:
+            for generation in generations:
+                generation.close()
+            raise
         return generations
 
-    def _max_tokens(self, prompt: int, limit: int | None, min_tokens: int, welcome: Welcome) -> int:
+    def _reporting(self, prompt: Prompt, wish: Wish) -> Reporting:
+        echo = None
+        if wish.echo:
+            skip = wish.stopping.skip_special_tokens
+            echo = self.model.decode(prompt.ids, skip_special_tokens=skip) if prompt.text is None else prompt.text
+        return Reporting(logprobs=wish.sampling.logprobs, echo=echo, muted=wish.max_tokens == 0)
+
+    def check_load(self) -> None:
+        """Refuse at once, before a body is read, while the queue is known to be full. Raises ``ApiError``."""
+        status = self.client.last_status
+        full = time.monotonic() < self._full_until
+        if not full and status is not None and self.client.connected:
+            most = status.values.get("max_queued", 0.0)
+            full = 0 < most <= status.values.get("num_requests_waiting", 0.0)
+        if full:
+            raise overloaded("too many requests are waiting", FULL_SECONDS)
+
+    def note(self, error: ApiError) -> None:
+        """A request was answered with ``error``: count it, and remember a queue that is full."""
+        self.metrics.refused(error.code or str(error.status))
+        if error.queue_full:
+            self._full_until = time.monotonic() + FULL_SECONDS
+
+    def _max_tokens(self, prompt: int, wish: Wish, welcome: Welcome) -> int:
+        limit, min_tokens = wish.max_tokens, wish.stopping.min_tokens
         longest = context_length(welcome)
         pool = "" if longest == welcome.max_model_len else " (as many as its KV cache can hold)"
-        requested = 1 if limit is None else limit
+        requested = limit or 1
         if prompt + requested > longest:
-            completion = "" if limit is None else f" and {limit} for the completion"
+            completion = f" and {limit} for the completion" if limit else ""
             raise ApiError(
                 400,
                 f"this model's maximum context length is {longest} tokens{pool}, but {prompt + (limit or 0)} were"
                 f" requested: {prompt} in the prompt{completion};"
                 f" the prompt may have at most {longest - requested}",
-                param="max_tokens" if limit is not None and prompt < longest else "prompt",
+                param="max_tokens" if limit and prompt < longest else "prompt",
                 code="context_length_exceeded",
             )
-        budget = longest - prompt if limit is None else limit
+        budget = longest - prompt if limit is None else requested
         if min_tokens > budget:
             raise invalid(f"min_tokens must be at most max_tokens, {budget}, got {min_tokens}", "min_tokens")
         return budget

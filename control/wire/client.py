@@ -220,8 +220,8 @@ class Merged(Struct, array_like=True, frozen=True, tag=53):
 class Refused(Struct, array_like=True, frozen=True, tag=50):
     """A message could not be accepted. ``key`` names the request, if it was about one.
 
-    ``code``: ``invalid`` (``field`` and the allowed range are named), ``too_long``, ``overloaded``, ``draining``,
-    ``protocol`` (the frame is no message of this version).
+    ``code``: ``invalid`` (``field`` and the allowed range are named), ``too_long``, ``overloaded`` (``field`` is the
+    limit that is reached), ``draining``, ``protocol`` (the frame is no message of this version).
     """
 
     key: U64 | None

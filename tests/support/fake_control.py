@@ -1,7 +1,7 @@
 """A scripted control process for tests of clients: a ROUTER in the test's own event loop.
 
-Each submitted request gets the ids that ``script`` gives for it, one a tick. Ticks are made by
-hand with ``tick`` or by themselves with ``auto``.
+Each submitted request gets the ids that ``script`` gives for it, one a tick, with made-up log-probabilities. Ticks
+are made by hand with ``tick`` or by themselves with ``auto``.
 """
 
 import asyncio
@@ -23,6 +23,7 @@ from evenflow.control.wire import (
     Submit,
     Tick,
     ToClient,
+    TokenLogprobs,
     Unknown,
     Welcome,
     decode_from_client,
@@ -31,6 +32,19 @@ from evenflow.control.wire import (
 from evenflow.control.wire.sockets import WireContext, bind_router, close_context, new_context
 
 Script = Callable[[Submit], list[int]]
+
+
+def logprobs(key: int, start: int, ids: list[int], width: int) -> TokenLogprobs:
+    """Made up: the token at index i has -i/8 and rank 1; its alternatives are itself and the ids after it."""
+    values = [-(start + i) / 8 for i in range(len(ids))]
+    return TokenLogprobs(
+        key,
+        start,
+        array("f", values).tobytes(),
+        array("I", [1] * len(ids)).tobytes(),
+        array("I", [token + j for token in ids for j in range(width)]).tobytes(),
+        array("f", [value - j for value in values for j in range(width)]).tobytes(),
+    )
 
 
 @dataclass
@@ -77,6 +91,8 @@ class FakeControl:
         self.refuse = refuse
         self.ready = True
         self.draining = False
+        #: The workers report log-probabilities, as they should.
+        self.reports = True
         self.silent = False
         self.values: dict[str, float] = {}
         self.cached_tokens = 0
@@ -162,17 +178,25 @@ class FakeControl:
 
     def _tick_peer(self, identity: bytes, peer: Peer) -> None:
         starts, live, ends = [], {}, []
+        told: list[TokenLogprobs] = []
         for key, job in list(peer.jobs.items()):
             if self.fixed_slot is not None and live:
                 break
             if not job.started:
                 starts.append((job.slot, key))
                 job.started = True
+                width = job.submit.sampling.prompt_logprobs
+                prompt = array("I", job.submit.tokens).tolist()[: job.submit.prompt_len]
+                if width >= 0 and len(prompt) > 1:
+                    told.append(logprobs(key, 1, prompt[1:], width))
             total = len(job.submit.tokens) // 4 - job.submit.prompt_len + job.sent
             if job.sent >= len(job.ids):
                 continue
             token = job.ids[job.sent]
             live[job.slot] = token
+            if job.submit.sampling.logprobs >= 0 and self.reports:
+                place = job.submit.prompt_len + total
+                told.append(logprobs(key, place, [token], job.submit.sampling.logprobs))
             job.sent += 1
             limit = job.submit.max_tokens
             count = total + 1
@@ -202,6 +226,7 @@ class FakeControl:
                 start_slots=array("H", [slot for slot, _ in starts]).tobytes(),
                 start_keys=array("Q", [key for _, key in starts]).tobytes(),
                 ends=ends,
+                logprobs=told,
             ),
         )
         peer.sequence += 1
