@@ -88,7 +88,7 @@ async def stream_all(client: AsyncClient, disturb: Callable[[int], Awaitable[Non
 
 def test_a_connection_that_is_cut_again_and_again(tmp_path: Path) -> None:
     async def main() -> None:
-        async with LoopServer(str(tmp_path), clients="tcp://127.0.0.1:0", pace=0.002) as control:
+        async with LoopServer(str(tmp_path), tcp=True, pace=0.002) as control:
             taken = control.submissions()
             async with Proxy(control.endpoint) as proxy, AsyncClient(proxy.endpoint) as client:
                 cuts = iter([3, 150, 151, TOKENS - 1])
@@ -116,7 +116,7 @@ def test_a_connection_that_falls_silent(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(client_state, "SILENCE_S", 1.5)
 
     async def main() -> None:
-        served = LoopServer(str(tmp_path), clients="tcp://127.0.0.1:0", pace=0.002)
+        served = LoopServer(str(tmp_path), tcp=True, pace=0.002)
         async with served as control, Proxy(control.endpoint) as proxy, AsyncClient(proxy.endpoint) as client:
             done = False
 

@@ -8,7 +8,7 @@ import contextlib
 
 import zmq
 from evenflow.control.core.events import Limits
-from evenflow.control.server import TICK_S, ControlOptions, ControlServer
+from evenflow.control.server import TICK_S, ControlOptions, ControlServer, Door
 from evenflow.control.wire import BatchPlan, Heartbeat, Start, Started, Submit, decode_to_worker, encode
 from evenflow.control.wire.sockets import Socket, bound_endpoint, close_context, dial_dealer, new_context
 from evenflow.dataplane.batch import ModelInfo
@@ -25,12 +25,18 @@ def expected(prompt: int, count: int, received: int = 0) -> list[int]:
 
 
 class LoopServer:
-    """``async with LoopServer(folder) as server``. ``pace``: seconds between iterations; ``gate`` stops them."""
+    """``async with LoopServer(folder) as server``. ``pace``: seconds between iterations; ``gate`` stops them.
+    With ``tcp`` clients dial a loopback port, without keys."""
 
-    def __init__(self, folder: str, *, clients: str = "", pace: float = 0.0, **options: int) -> None:
-        clients = clients or f"ipc://{folder}/clients"
+    def __init__(self, folder: str, *, tcp: bool = False, pace: float = 0.0, **options: int) -> None:
+        doors = (Door("client", "tcp://127.0.0.1:0"),) if tcp else ()
         limits = Limits(token_budget=256, max_num_seqs=64, max_model_len=20_000)
-        self.options = ControlOptions(f"ipc://{folder}/workers", clients, folder, limits, **options)
+        self.options = ControlOptions(
+            *(f"ipc://{folder}/workers", f"ipc://{folder}/clients", folder, limits),
+            doors=doors,
+            insecure=tcp,
+            **options,
+        )
         self.pace = pace
         self.gate = asyncio.Event()
         self.gate.set()
