@@ -14,6 +14,8 @@ changes at that tick:
 
 from __future__ import annotations
 
+from array import array
+
 from .sequence import Sequence
 
 #: Ticks that the ring remembers. Longer columns are collected before they are overwritten.
@@ -57,8 +59,9 @@ class Lane:
         self.ends: dict[int, dict[int, Sequence]] = {}
         self.collect: dict[int, dict[int, Sequence]] = {}
         self.owners: dict[int, int] = {}
-        self._ring = memoryview(bytearray(RING_TICKS * width * 4))
-        self._ring_ids = self._ring.cast("I")
+        # An array gives a column several times faster than a memoryview, which in turn takes a row as it comes.
+        self._ring_ids = array("I", bytes(RING_TICKS * width * 4))
+        self._ring = memoryview(self._ring_ids).cast("B")
 
     @property
     def kv_tokens(self) -> int:
