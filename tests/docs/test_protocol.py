@@ -13,6 +13,8 @@ from evenflow.control import wire
 from golden import GOLDEN
 from protocol_tables import PAGE, codes, example, heading, renewed, rows, sections, structs, table, tag_of
 
+#: What to do about a difference.
+RENEW = "python tests/support/protocol_tables.py renews tables and bytes of docs/protocol.md; then find the words"
 CONTROL = Path(__file__).parents[2] / "control"
 TEXT = PAGE.read_text()
 KINDS = structs()
@@ -37,12 +39,12 @@ def test_all_structs_of_the_wire_are_known() -> None:
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_a_message_is_described_as_it_is(kind: type[msgspec.Struct]) -> None:
     body = sections(TEXT).get(heading(kind))
-    assert body is not None, f"{heading(kind)} is missing"
+    assert body is not None, f"{heading(kind)} is missing: {RENEW}"
     said = table(body)
     wanted = rows(kind)
-    assert len(said) == len(wanted), f"{kind.__name__} has {len(wanted)} fields, the page {len(said)}"
+    assert len(said) == len(wanted), f"{kind.__name__} has {len(wanted)} fields, the page {len(said)}: {RENEW}"
     for line, start in zip(said, wanted, strict=True):
-        assert line.startswith(start), f"{kind.__name__}: the page says\n{line}\nthe code\n{start}"
+        assert line.startswith(start), f"{kind.__name__}: the page says\n{line}\nthe code\n{start}\n{RENEW}"
         assert len(line.removeprefix(start).strip(" |")) > 0, f"{kind.__name__}: no word on\n{start}"
     assert len(body.split("\n| ")[0].strip()) > 10, f"{kind.__name__}: no word on what it is for"
 
@@ -54,7 +56,8 @@ def test_a_message_is_shown_in_the_bytes_that_the_code_makes(kind: type[msgspec.
         assert shown == [] and not any(type(message) is kind for message, _ in GOLDEN)
     else:
         assert example(kind) is not None, f"tests/support/golden.py has no {kind.__name__}"
-        assert shown == [example(kind)] and shown[0] in [golden for _, golden in GOLDEN]
+        assert shown == [example(kind)], RENEW
+        assert shown[0] in [golden for _, golden in GOLDEN]
 
 
 def test_nothing_is_described_that_does_not_exist() -> None:
