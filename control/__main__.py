@@ -34,6 +34,10 @@ def _options(argv: list[str]) -> tuple[ControlOptions, argparse.Namespace]:
     parser.add_argument("--hang-timeout", type=float, default=15.0)
     parser.add_argument("--drain-timeout", type=float, default=30.0)
     parser.add_argument("--served-model-name", default=None)
+    parser.add_argument("--block-size", type=int, default=defaults.block_size, help="what workers are told to use")
+    parser.add_argument(
+        "--external", type=int, action="append", default=[], help="replica of workers started by hand"
+    )
     for role in ROLES:
         parser.add_argument(f"--listen-{role}s", metavar="ENDPOINT", help=f"tcp:// endpoint for other {role}s, too")
         parser.add_argument(f"--listen-{role}s-fd", type=int, help="descriptor of a socket that listens there")
@@ -49,6 +53,7 @@ def _options(argv: list[str]) -> tuple[ControlOptions, argparse.Namespace]:
     limits = Limits(
         token_budget=args.token_budget,
         max_num_seqs=args.max_num_seqs,
+        block_size=args.block_size,
         prefix_caching=not args.no_prefix_cache,
         share=args.prefill_share,
     )
@@ -63,6 +68,7 @@ def _options(argv: list[str]) -> tuple[ControlOptions, argparse.Namespace]:
         hang_timeout=args.hang_timeout,
         drain_timeout=args.drain_timeout,
         model_name=args.served_model_name,
+        external=tuple(args.external),
         doors=tuple(
             Door(role, endpoint, getattr(args, f"listen_{role}s_fd"))
             for role in ROLES

@@ -81,6 +81,8 @@ class ControlOptions:
     model_name: str | None = None
     #: Unfinished requests that one client may have.
     max_requests: int = MAX_REQUESTS
+    #: Replicas whose workers are started by hand.
+    external: tuple[int, ...] = ()
     doors: tuple[Door, ...] = ()
     keys: str | None = None
     insecure: bool = False
@@ -105,6 +107,7 @@ class ControlServer:
             epoch=int(time.time() * 10) & 0x7FFFFFFF,
             hang_timeout=options.hang_timeout,
             model_len=options.max_model_len,
+            external=options.external,
         )
         self.draining = False
         self.bad_frames = 0

@@ -18,19 +18,21 @@ from typing import Literal
 import structlog
 
 from .core.events import Event, Limits, ReplicaLost, ReplicaUp, Returned, SendPlan
+from .places import CLAIM_S, Claim, Layout, host_name, misfit, no_such_place
 from .wire import (
-    PROTOCOL_VERSION,
     FromWorker,
     Heartbeat,
     Hello,
     KillWorker,
     LauncherHello,
+    Probe,
     Quit,
     Redial,
     Result,
     Resync,
     Start,
     Started,
+    Terms,
     WorkerExited,
 )
 
@@ -51,7 +53,7 @@ class Post:
     """Send ``message`` to the peer named ``identity``."""
 
     identity: bytes
-    message: Start | Heartbeat | Redial | Quit | KillWorker
+    message: Start | Heartbeat | Redial | Quit | KillWorker | Terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +140,7 @@ class Supervisor:
         epoch: int,
         hang_timeout: float = 15.0,
         model_len: int | None = None,
+        external: Iterable[int] = (),
     ) -> None:
         self.wanted = wanted
         self.limits: Limits | None = None
@@ -151,6 +154,8 @@ class Supervisor:
         self._links = links
         self._instance = instance
         self._model_len = model_len
+        self._layout = Layout(replicas, stages, frozenset(external))
+        self._claims: dict[tuple[int, int, int], Claim] = {}
         self._workers: dict[bytes, tuple[Site, Peer]] = {}
         self._launcher: bytes | None = None
 
@@ -172,51 +177,92 @@ class Supervisor:
                 log.warning("worker out of step", replica=site.index, stage=peer.hello.stage, reason=message.reason)
                 if site.state == "starting":
                     # It refuses the start itself, and would the next: only a new process may help, with back-off.
-                    return self._kill(site, peer, "it refuses to start an epoch")
+                    return self._kill(site, peer, "it refuses to start an epoch", Quit(message.reason, refused=True))
                 return [*self._lose(site, "a worker is out of step"), *self._assemble(site, now)]
         if isinstance(message, Hello):
             return self._hello(identity, message, now)
+        if isinstance(message, Probe):
+            return self._probed(identity, message)
         if isinstance(message, LauncherHello):
             self._launcher = identity
             return []
         if isinstance(message, WorkerExited):
             return self._exited(message, now)
-        if known is None and identity != self._launcher:
+        waits = any(claim.identity == identity for claim in self._claims.values())
+        if known is None and identity != self._launcher and not waits:
             return [Post(identity, Redial(self._instance))]
         return []
 
     def _hello(self, identity: bytes, hello: Hello, now: float) -> list[Action]:
-        problem = self._unfit(hello)
-        if problem is not None:
-            log.error("worker refused", replica=hello.replica, stage=hello.stage, reason=problem)
-            return [Post(identity, Quit(problem))]
-        site = self.sites[hello.replica]
+        site = self.sites[hello.replica] if hello.replica < len(self.sites) else None
+        problem = no_such_place(hello, self._layout)
+        if problem is None and site is not None:
+            mates = [peer.hello for peer in site.peers.values()]
+            problem = misfit(hello, self._example(hello), self.limits, mates)
+        if problem is not None or site is None:
+            return self._refuse(identity, hello, problem or "")
         place = (hello.stage, hello.rank)
-        actions = self._lose(site, "a worker dialled in anew") if site.state != "down" else []
         old = site.peers.get(place)
+        if old is not None and site.index in self._layout.external and old.identity != identity:
+            return self._claim(site, old, identity, hello, now)
+        actions = self._lose(site, "a worker dialled in anew") if site.state != "down" else []
         if old is not None:
             self._workers.pop(old.identity, None)
         peer = site.peers[place] = Peer(identity, hello, now)
         self._workers[identity] = (site, peer)
-        log.info("worker dialled in", replica=hello.replica, stage=hello.stage, rank=hello.rank, pid=hello.pid)
+        log.info(
+            "worker dialled in",
+            replica=hello.replica,
+            stage=hello.stage,
+            rank=hello.rank,
+            pid=hello.pid,
+            host=host_name(hello.host),
+        )
         return [*actions, *self._assemble(site, now)]
 
-    def _unfit(self, hello: Hello) -> str | None:
-        if hello.version != PROTOCOL_VERSION:
-            return f"protocol version {hello.version}, this control process speaks {PROTOCOL_VERSION}"
-        if (
-            hello.replica >= len(self.sites)
-            or hello.stage >= self.stages
-            or hello.stages != self.stages
-            or hello.rank
-        ):
-            return (
-                f"replica {hello.replica}, stage {hello.stage} of {hello.stages}, rank {hello.rank} does not exist"
-                f" here: {len(self.sites)} replicas of {self.stages} stages, one rank each"
-            )
-        limits = self.limits
-        # Before the first epoch the workers that are there must agree with each other.
-        model = self.model or next(
+    def _refuse(self, identity: bytes, asked: Hello | Probe, problem: str) -> list[Action]:
+        log.error("worker refused", replica=asked.replica, stage=asked.stage, reason=problem)
+        return [Post(identity, Quit(problem, refused=True))]
+
+    def _claim(self, site: Site, old: Peer, identity: bytes, hello: Hello, now: float) -> list[Action]:
+        """Somebody wants a place that is taken: it is held off until it is certain that the other one lives."""
+        place = (site.index, hello.stage, hello.rank)
+        claim = self._claims.get(place)
+        if claim is not None and claim.identity != identity:
+            return self._refuse(identity, hello, "another worker waits for this place already")
+        self._claims[place] = Claim(identity, hello, now if claim is None else claim.since)
+        # If it is gone, sending to it tells.
+        return [Post(old.identity, Heartbeat(site.epoch, self._instance))]
+
+    def _settle_claims(self, now: float) -> list[Action]:
+        actions: list[Action] = []
+        for place, claim in list(self._claims.items()):
+            replica, *rest = place
+            old = self.sites[replica].peers.get((rest[0], rest[1]))
+            if old is None:
+                del self._claims[place]
+                actions += self._hello(claim.identity, claim.hello, now)
+            elif now - claim.since >= CLAIM_S:
+                del self._claims[place]
+                where = f"process {old.hello.pid} on {host_name(old.hello.host)}"
+                problem = f"replica {replica}, stage {rest[0]} is taken by {where}"
+                actions += self._refuse(claim.identity, claim.hello, problem)
+        return actions
+
+    def _probed(self, identity: bytes, probe: Probe) -> list[Action]:
+        problem = no_such_place(probe, self._layout)
+        if problem is not None:
+            return self._refuse(identity, probe, problem)
+        wanted = self.wanted
+        layout, model = self._layout, "" if self.model is None else self.model.model
+        terms = Terms(
+            layout.replicas, self.stages, wanted.block_size, wanted.token_budget, wanted.max_num_seqs, model
+        )
+        return [Post(identity, terms)]
+
+    def _example(self, hello: Hello) -> Hello | None:
+        """What all must agree with: before the first epoch the workers that are there must agree with each other."""
+        return self.model or next(
             (
                 peer.hello
                 for site in self.sites
@@ -225,15 +271,6 @@ class Supervisor:
             ),
             None,
         )
-        if model is not None and (model.model, model.vocab_size) != (hello.model, hello.vocab_size):
-            return f"model {hello.model} with {hello.vocab_size} ids, but {model.model} is being served"
-        if model is not None and model.block_size != hello.block_size:
-            return f"block size {hello.block_size}, but {model.block_size} is in use"
-        if limits is not None and hello.max_tokens < limits.token_budget:
-            return f"at most {hello.max_tokens} tokens an iteration, but the token budget is {limits.token_budget}"
-        if limits is not None and hello.max_model_len < limits.max_model_len:
-            return f"sequences of {hello.max_model_len} tokens, but {limits.max_model_len} are allowed"
-        return None
 
     def _assemble(self, site: Site, now: float) -> list[Action]:
         """Begin an epoch if every stage is there."""
@@ -258,7 +295,8 @@ class Supervisor:
             slots,
             limits.token_budget,
             limits.max_model_len,
-            self._links,
+            # Workers started by hand may be on another host: they make a directory of their own there.
+            f"{self._links}.r{site.index}" if site.index in self._layout.external else self._links,
         )
         for peer in site.peers.values():
             peer.started, peer.step = False, -1
@@ -364,7 +402,7 @@ class Supervisor:
 
     def tick(self, now: float) -> list[Action]:
         """To be called about four times a second: finds what hangs, tells all that control lives."""
-        actions: list[Action] = []
+        actions = self._settle_claims(now)
         for site in self.sites:
             if site.state == "up" and site.inflight:
                 slowest = max(site.recent, default=FIRST_RESULT_S / HANG_FACTOR)
@@ -393,10 +431,14 @@ class Supervisor:
         known = self._workers.get(identity)
         return self._drop(*known, "its connection is gone") if known is not None else []
 
-    def _kill(self, site: Site, peer: Peer, reason: str) -> list[Action]:
+    def _kill(self, site: Site, peer: Peer, reason: str, word: Quit | None = None) -> list[Action]:
+        """End a worker's part, and its process if it is the launcher's. ``word`` is for one that is not: without it,
+        it may come back."""
         hello = peer.hello
         log.error("worker hangs", replica=site.index, stage=hello.stage, pid=hello.pid, reason=reason)
         actions = self._drop(site, peer, reason)
+        if site.index in self._layout.external:
+            return [*actions, Post(peer.identity, word)] if word is not None else actions
         if self._launcher is not None:
             actions.append(Post(self._launcher, KillWorker(hello.replica, hello.stage, hello.rank, hello.pid)))
         return actions

@@ -140,7 +140,7 @@ class StageExecutor:
 
     # -- epochs ----------------------------------------------------------------------------------------------
 
-    def hello(self, replica: int = 0, pid: int = 0) -> Hello:
+    def hello(self, replica: int = 0, pid: int = 0, external: bool = False, host: str = "") -> Hello:
         info = self.runner.info
         return Hello(
             version=PROTOCOL_VERSION,
@@ -160,6 +160,8 @@ class StageExecutor:
             device=info.device,
             tile=info.tile,
             prefix_limit=info.prefix_limit,
+            external=external,
+            host=host,
         )
 
     def start(self, start: Start) -> None:

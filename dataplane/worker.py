@@ -23,10 +23,12 @@ import contextlib
 import gc
 import logging
 import os
+import secrets
 import signal
 import sys
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 
 import zmq
@@ -45,11 +47,14 @@ from ..control.wire import (
     decode_to_worker,
     encode,
 )
+from ..control.wire.dialling import dial_followed
+from ..control.wire.keys import DialKeys, dial_keys
 from ..control.wire.lifeline import ParentGone, die_with_parent
-from ..control.wire.sockets import close_context, dial_dealer, new_context
+from ..control.wire.sockets import close_context, new_context
 from .batch import Runner, now_us
 from .executor import Limits, Outcome, StageExecutor
 from .links import LinkBroken, StageLinks
+from .meeting import host_identity, meet_at, part
 from .slots import PlanRefused
 
 log = logging.getLogger(__name__)
@@ -62,14 +67,29 @@ _COMPLAINT_US = 1_000_000
 class Worker:
     """One rank, from its hello to its end."""
 
-    def __init__(self, runner: Runner, connect: str, replica: int, stage: int, stages: int, limits: Limits) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        connect: str,
+        replica: int,
+        stage: int,
+        stages: int,
+        limits: Limits,
+        *,
+        keys: DialKeys | None = None,
+        external: bool = False,
+    ) -> None:
+        """``external``: started by hand. ``keys``: for a ``tcp://`` endpoint."""
         self._executor = StageExecutor(runner, stage, stages, limits)
         self._replica = replica
         self._links: StageLinks | None = None
         self._warm = 0  #: the largest iteration that the runner has been warmed up for
         self._context = new_context()
-        identity = f"worker-{replica}-{stage}-{os.getpid()}".encode()
-        self._control = dial_dealer(self._context, connect, identity=identity)
+        self._external = external
+        self._meeting: Path | None = None
+        # Processes in two containers may have the same id.
+        identity = f"worker-{replica}-{stage}-{os.getpid()}-{secrets.token_hex(4)}".encode()
+        self._control, self._dialling = dial_followed(self._context, connect, identity=identity, keys=keys)
         #: What to wait for while nothing runs, and while an iteration does: then inputs of the next one may wait.
         self._poller = zmq.Poller()
         self._poller.register(self._control, zmq.POLLIN)
@@ -90,6 +110,7 @@ class Worker:
         #: The instance that last asked for another hello, and when.
         self._redialled = (-1, 0)
         self._stopping = False
+        self._code = 0
 
     def stop(self) -> None:
         """End after the running iteration. Safe in a signal handler."""
@@ -113,7 +134,7 @@ class Worker:
         finally:
             self._leave()
             close_context(self._context)
-        return 0
+        return self._code
 
     def _turn(self) -> None:
         executor = self._executor
@@ -137,6 +158,7 @@ class Worker:
         self._handle_inbox()
         if now_us() >= self._beat_us:
             self._send(Heartbeat(epoch=self._executor.epoch))
+            self._watch()
 
     # -- control ---------------------------------------------------------------------------------------------
 
@@ -146,8 +168,20 @@ class Worker:
         with contextlib.suppress(zmq.Again):
             self._control.send(encode(message), zmq.NOBLOCK)
 
+    def _watch(self) -> None:
+        """Say what keeps this worker from control. Looked at when nothing else was sent for a second."""
+        complaint = self._dialling.complaint(now_us() / 1e6)
+        if self._dialling.refused:
+            self._give_up(f"{self._dialling.problem}")
+        elif complaint is not None:
+            log.warning("%s; it is tried again until it does", complaint)
+
+    def _give_up(self, reason: str) -> None:
+        log.error("not wanted by the control process: %s", reason)
+        self._stopping, self._code = True, 1
+
     def _hello(self) -> None:
-        self._send(self._executor.hello(self._replica, os.getpid()))
+        self._send(self._executor.hello(self._replica, os.getpid(), self._external, host_identity()))
 
     def _receive(self, stamp_us: int) -> None:
         """Take all messages from control's socket; they were there at ``stamp_us``."""
@@ -180,6 +214,8 @@ class Worker:
             log.info("control does not know this worker: it says hello again")
             self._leave()
             self._hello()
+        elif isinstance(message, Quit) and message.refused:
+            self._give_up(message.reason)
         elif isinstance(message, Quit):
             log.info("told to quit: %s", message.reason or "no reason given")
             self._stopping = True
@@ -195,6 +231,9 @@ class Worker:
                 self._executor.runner.warm_up(start.token_budget)
                 self._warm = start.token_budget
             width = self._executor.runner.info.hidden_bytes
+            if self._external and start.stages > 1:
+                self._meeting = Path(start.links)
+                meet_at(self._meeting, start.epoch)
             self._links = StageLinks(start, self._executor.stage, width)
         except (PlanRefused, OSError) as error:
             self._executor.refuse()
@@ -208,12 +247,14 @@ class Worker:
 
     def _leave(self) -> None:
         self._executor.stop()
-        if self._links is None:
-            return
-        if self._links.inbound is not None:
-            self._poller.unregister(self._links.inbound)
-        self._links.close()
-        self._links = None
+        if self._links is not None:
+            if self._links.inbound is not None:
+                self._poller.unregister(self._links.inbound)
+            self._links.close()
+            self._links = None
+        if self._meeting is not None:
+            part(self._meeting)
+            self._meeting = None
 
     def _resync(self, reason: str) -> None:
         self._settle()
@@ -306,6 +347,8 @@ def add_worker_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, default=limits.max_tokens, help="most tokens of an iteration")
     parser.add_argument("--max-slots", type=int, default=limits.num_slots, help="most sequences at a time")
     parser.add_argument("--parent", type=int, default=None, help="process id of the parent that starts this")
+    parser.add_argument("--external", action="store_true", help="started by hand: outlives its parent, heeds Ctrl-C")
+    parser.add_argument("--keys", metavar="FOLDER", default=None, help="server.pub and worker.key, for tcp://")
 
 
 def run_worker(arguments: argparse.Namespace, load: Callable[[], Runner]) -> int:
@@ -318,23 +361,28 @@ def run_worker(arguments: argparse.Namespace, load: Callable[[], Runner]) -> int
         from setproctitle import setproctitle
 
         setproctitle(f"evenflow {name}")
+    external: bool = arguments.external
     try:
-        die_with_parent(arguments.parent)
+        if not external:
+            die_with_parent(arguments.parent)
     except ParentGone as error:
         log.error("%s", error)
         return 1
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, _exit_at_once if external else signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _exit_at_once)
     try:
+        keys = None if arguments.keys is None else dial_keys(arguments.keys, "worker")
         runner = load()
         limits = Limits(max_tokens=arguments.max_tokens, num_slots=arguments.max_slots)
-        worker = Worker(runner, arguments.connect, arguments.replica, arguments.stage, arguments.stages, limits)
+        place = (arguments.replica, arguments.stage, arguments.stages)
+        worker = Worker(runner, arguments.connect, *place, limits, keys=keys, external=external)
     except (OSError, ValueError, MemoryError) as error:
         log.error("cannot start: %s", error or type(error).__name__)
         return 1
     wake, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
-    signal.signal(signal.SIGTERM, lambda _number, _frame: worker.stop())
+    for number in (signal.SIGTERM, signal.SIGINT) if external else (signal.SIGTERM,):
+        signal.signal(number, lambda _number, _frame: worker.stop())
     # What was loaded lives as long as the process: the collector need not look at it again and again.
     gc.collect()
     gc.freeze()

@@ -19,6 +19,9 @@ _EVENTS = (
     | zmq.EVENT_CONNECT_RETRIED
     | zmq.EVENT_DISCONNECTED
 )
+#: A problem is told when it has lasted so long, and again after so long, in seconds.
+TOLD_AFTER_S = 2.0
+TOLD_AGAIN_S = 60.0
 #: Event and value, ahead of the endpoint's frame.
 _EVENT = struct.Struct("=HI")
 
@@ -57,6 +60,7 @@ class Dialling:
         self.refused = False
         self._connected = False
         self._cause = ""
+        self._told_at: float | None = None
 
     def look(self) -> None:
         while True:
@@ -99,3 +103,15 @@ class Dialling:
     def problem(self) -> str | None:
         """Why there is no connection, as a sentence without its full stop; None if there is one."""
         return None if self.up else f"{self._place} {self._cause or 'has not answered yet'}"
+
+    def complaint(self, now: float) -> str | None:
+        """``look``, and the problem if it is time to tell it. ``now`` in seconds, monotonic."""
+        self.look()
+        if self.up:
+            self._told_at = None
+        elif self._told_at is None:
+            self._told_at = now + TOLD_AFTER_S
+        elif now >= self._told_at:
+            self._told_at = now + TOLD_AGAIN_S
+            return self.problem
+        return None

@@ -96,9 +96,10 @@ class Redial(Struct, array_like=True, frozen=True, tag=5):
 
 
 class Quit(Struct, array_like=True, frozen=True, tag=6):
-    """End: nothing will be asked of this worker again."""
+    """End: nothing will be asked of this worker again. ``refused``: it was not wanted in the first place."""
 
     reason: Text = ""
+    refused: bool = False
 
 
 class KillWorker(Struct, array_like=True, frozen=True, tag=7):
@@ -114,6 +115,17 @@ class Fatal(Struct, array_like=True, frozen=True, tag=8):
     """To the launcher: the service cannot start as configured. Say ``message`` last and exit with code 1."""
 
     message: Text
+
+
+class Terms(Struct, array_like=True, frozen=True, tag=9):
+    """The answer to a ``Probe``: what the launcher was told, as far as workers need it."""
+
+    replicas: U16
+    stages: U16
+    block_size: U16
+    token_budget: U32
+    max_num_seqs: U32
+    model: Name = ""
 
 
 class Hello(Struct, array_like=True, frozen=True, tag=16):
@@ -139,6 +151,21 @@ class Hello(Struct, array_like=True, frozen=True, tag=16):
     tile: U16 = 0
     #: Keys and values of a longer prompt depend on its length too: only prompts of one length share them. 0: never.
     prefix_limit: Count = 0
+    #: Started by hand, not by the launcher.
+    external: bool = False
+    #: Where it runs: workers with the same can share memory. The part before a slash is for people.
+    host: Name = ""
+
+
+class Probe(Struct, array_like=True, frozen=True, tag=26):
+    """Before a worker is started by hand: is there such a place, and what must it know? Answered by ``Terms`` or
+    ``Quit``. What is 0 is left open."""
+
+    version: U32
+    replica: U16
+    stage: U16
+    rank: U16 = 0
+    stages: U16 = 0
 
 
 class Started(Struct, array_like=True, frozen=True, tag=17):
@@ -213,5 +240,5 @@ class WorkerExited(Struct, array_like=True, frozen=True, tag=25):
     status: int
 
 
-ToWorker = Start | Register | BatchPlan | Heartbeat | Redial | Quit | KillWorker | Fatal
-FromWorker = Hello | Started | Result | Heartbeat | Resync | LauncherHello | WorkerExited
+ToWorker = Start | Register | BatchPlan | Heartbeat | Redial | Quit | KillWorker | Fatal | Terms
+FromWorker = Hello | Started | Result | Heartbeat | Resync | LauncherHello | WorkerExited | Probe

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from evenflow.control.core.events import Limits, ReplicaLost, ReplicaUp, Returned, SendPlan
+from evenflow.control.places import CLAIM_S
 from evenflow.control.supervision import (
     FIRST_RESULT_S,
     HANG_FACTOR,
@@ -21,12 +22,14 @@ from evenflow.control.wire import (
     Hello,
     KillWorker,
     LauncherHello,
+    Probe,
     Quit,
     Redial,
     Result,
     Resync,
     Start,
     Started,
+    Terms,
     WorkerExited,
 )
 from structlog.testing import capture_logs
@@ -414,3 +417,113 @@ def test_epochs_only_grow() -> None:
         for replica in range(2):
             sup.gone(identity(0, replica), float(life))
     assert seen == list(range(1001, 1007))
+
+
+# ---- workers started by hand ---------------------------------------------------------------------------------
+
+
+def by_hand(stage: int = 0, **changes: Any) -> Hello:
+    return hello(stage, **{"stages": 1, "external": True, "host": "a/1", **changes})
+
+
+def external(stages: int = 1, replicas: int = 1, **options: Any) -> Supervisor:
+    """All replicas but the first (or the only one) have workers that are started by hand."""
+    places = range(1, replicas) if replicas > 1 else [0]
+    return supervisor(stages=stages, replicas=replicas, external=places, **options)
+
+
+def refusals(actions: Sequence[Action]) -> list[tuple[bytes, str]]:
+    return [(who, quit_.reason) for who, quit_ in posted(actions, Quit) if quit_.refused]
+
+
+def test_a_probe_is_told_what_workers_must_know() -> None:
+    sup = external(stages=2, replicas=2, limits=Limits(token_budget=64, max_num_seqs=9, block_size=32))
+    ((who, terms),) = posted(sup.take(b"p", Probe(PROTOCOL_VERSION, 1, 0), 0.0), Terms)
+    assert who == b"p" and terms == Terms(2, 2, 32, 64, 9)
+    assert posted(sup.take(b"p", Probe(PROTOCOL_VERSION, 1, 1, stages=2), 0.0), Terms)
+
+
+@pytest.mark.parametrize(
+    ("probe", "reason"),
+    [
+        (Probe(99, 1, 0), "protocol version 99"),
+        (Probe(PROTOCOL_VERSION, 2, 0), "replica 2, stage 0 of 2"),
+        (Probe(PROTOCOL_VERSION, 1, 2), "stage 2 of 2"),
+        (Probe(PROTOCOL_VERSION, 1, 0, stages=3), "stage 0 of 3"),
+        (Probe(PROTOCOL_VERSION, 0, 0), "replica 0 is started by the launcher; replicas for workers"),
+    ],
+)
+def test_a_probe_for_a_place_that_is_not_there_is_refused(probe: Probe, reason: str) -> None:
+    sup = external(stages=2, replicas=2)
+    with capture_logs() as logs:
+        ((who, said),) = refusals(sup.take(b"p", probe, 0.0))
+    assert who == b"p" and reason in said
+    assert any(entry["event"] == "worker refused" for entry in logs)
+
+
+def test_workers_started_by_hand_and_by_the_launcher_keep_to_their_replicas() -> None:
+    sup = external(replicas=2)
+    assert "started by the launcher" in refusals(sup.take(b"x", by_hand(replica=0), 0.0))[0][1]
+    local = hello(0, stages=1, replica=1)
+    assert "for workers started by hand" in refusals(sup.take(b"y", local, 0.0))[0][1]
+    assert posted(sup.take(b"y", hello(0, stages=1, replica=0), 0.0), Start)[0][1].links == "/links"
+    assert posted(sup.take(b"x", by_hand(replica=1), 0.0), Start)[0][1].links == "/links.r1"
+
+
+def test_a_place_that_is_taken_is_refused_to_the_second() -> None:
+    sup = external()
+    epoch = posted(sup.take(b"one", by_hand(), 0.0), Start)[0][1].epoch
+    sup.take(b"one", Started(epoch), 0.0)
+    actions = sup.take(b"two", by_hand(pid=5), 1.0)
+    assert actions == [Post(b"one", Heartbeat(epoch, INSTANCE))], "it is asked whether it is there"
+    assert sup.take(b"two", Heartbeat(), 1.5) == [] and sup.tick(1.5) == []
+    assert "already" in refusals(sup.take(b"three", by_hand(pid=6), 1.6))[0][1]
+    with capture_logs() as logs:
+        ((who, said),) = refusals(sup.tick(1.0 + CLAIM_S))
+    assert who == b"two" and said == "replica 0, stage 0 is taken by process 100 on a"
+    assert any(entry["event"] == "worker refused" for entry in logs)
+    assert sup.ready and list(sup.identities(0)) == [b"one"], "the first one goes on undisturbed"
+
+
+def test_a_place_whose_worker_turns_out_to_be_gone_is_the_seconds() -> None:
+    sup = external()
+    epoch = posted(sup.take(b"one", by_hand(), 0.0), Start)[0][1].epoch
+    sup.take(b"one", Started(epoch), 0.0)
+    sup.take(b"two", by_hand(pid=5), 1.0)
+    assert events(sup.gone(b"one", 1.1)) == [ReplicaLost(0)]
+    ((who, start),) = posted(sup.tick(1.25), Start)
+    assert who == b"two" and start.epoch == epoch + 1
+    assert sup.tick(10.0) == [], "the claim is settled"
+
+
+def test_a_worker_started_by_hand_that_dials_again_keeps_its_place() -> None:
+    sup = external()
+    epoch = posted(sup.take(b"one", by_hand(), 0.0), Start)[0][1].epoch
+    assert posted(sup.take(b"one", by_hand(), 1.0), Start)[0][1].epoch == epoch + 1
+
+
+def test_a_worker_started_by_hand_that_hangs_is_fenced_and_left_alone() -> None:
+    sup = external(hang_timeout=1.0)
+    sup.take(b"launcher", LauncherHello(PROTOCOL_VERSION, 1), 0.0)
+    epoch = posted(sup.take(b"one", by_hand(), 0.0), Start)[0][1].epoch
+    sup.take(b"one", Started(epoch), 0.0)
+    send(sup, epoch, 0, 1.0)
+    actions = sup.tick(1.0 + FIRST_RESULT_S + 1)
+    assert events(actions) == [ReplicaLost(0)] and not posted(actions, KillWorker) and not posted(actions, Quit)
+    assert posted(sup.take(b"one", result(epoch, 0), 20.0), Redial), "it may come back"
+
+
+def test_a_worker_started_by_hand_that_cannot_start_is_told_to_end_with_its_own_words() -> None:
+    sup = external()
+    sup.take(b"launcher", LauncherHello(PROTOCOL_VERSION, 1), 0.0)
+    epoch = posted(sup.take(b"one", by_hand(), 0.0), Start)[0][1].epoch
+    actions = sup.take(b"one", Resync(epoch, 0, "no place to meet"), 0.1)
+    assert refusals(actions) == [(b"one", "no place to meet")] and not posted(actions, KillWorker)
+
+
+def test_stages_of_a_replica_on_two_hosts_are_refused() -> None:
+    sup = external(stages=2)
+    sup.take(b"one", by_hand(0, stages=2), 0.0)
+    ((who, said),) = refusals(sup.take(b"two", by_hand(1, stages=2, host="b/2"), 0.0))
+    assert who == b"two" and said.startswith("stage 1 on b shares no memory with stage 0 on a")
+    assert posted(sup.take(b"three", by_hand(1, stages=2), 0.0), Start)

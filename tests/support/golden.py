@@ -19,6 +19,7 @@ from evenflow.control.wire import (
     Logprobs,
     Merged,
     Owned,
+    Probe,
     Quit,
     Redial,
     Refused,
@@ -33,6 +34,7 @@ from evenflow.control.wire import (
     StatusReply,
     Submit,
     Subscribe,
+    Terms,
     Tick,
     ToClient,
     TokenLogprobs,
@@ -131,7 +133,19 @@ GOLDEN = [
     ),
     (
         Quit("done"),
-        "9206a4646f6e65",
+        "9306a4646f6e65c2",
+    ),
+    (
+        Quit("taken", True),
+        "9306a574616b656ec3",
+    ),
+    (
+        Terms(2, 2, 16, 256, 128, "smollm2-135m"),
+        "9709020210cd0100cc80ac736d6f6c6c6d322d3133356d",
+    ),
+    (
+        Probe(1, 3, 1, 0, 2),
+        "961a0103010002",
     ),
     (
         KillWorker(1, 0, 0, 4242),
@@ -142,8 +156,12 @@ GOLDEN = [
         "9208b36c6f77657220746865204b56206d656d6f7279",
     ),
     (
-        Hello(1, 0, 1, 0, 2, 4242, "smollm2-135m", (2,), 16, 4096, 8192, 4096, 8192, 49152, "cpu", 32),
-        "dc0012100100010002cd1092ac736d6f6c6c6d322d3133356d910210cd1000cd2000cd1000cd2000cdc000a36370752000",
+        Hello(
+            *(1, 0, 1, 0, 2, 4242, "smollm2-135m", (2,), 16, 4096, 8192, 4096, 8192, 49152),
+            *("cpu", 32, 99, True, "node7/x"),
+        ),
+        "dc0014100100010002cd1092ac736d6f6c6c6d322d3133356d910210cd1000cd2000cd1000cd2000cdc000a363707520"
+        "63c3a76e6f6465372f78",
     ),
     (
         Started(7),
