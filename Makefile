@@ -1,6 +1,6 @@
 # make serve   install what is missing and serve SmolLM2-135M-Instruct; ARGS="--stages 2 --port 9000" are passed on
 # make test    install what is missing, check style and types, run the whole suite
-# make soak    the property test of the decision core with 10,000 schedules
+# make soak    ten minutes of everything at once, kills among it; then 10,000 schedules of the decision core
 # make bench   the benchmarks beside their rivals
 # make peers   the rivals' environment, for benchmarks/control_plane.py (3.5 GB, some ten minutes)
 #
@@ -31,6 +31,7 @@ test: $(CORE)
 	$(BIN)/pytest -n $(JOBS) --dist loadgroup $(FAST) $(REST) $(ARGS)
 
 soak: $(CORE)
+	$(BIN)/python tests/e2e/soak.py
 	EVENFLOW_SCHEDULES=10000 $(BIN)/pytest --timeout 0 tests/control/core/test_schedules.py $(ARGS)
 
 bench: $(CORE)
