@@ -348,10 +348,13 @@ class AsyncClient:
         loop = self._loop
         if loop is None:
             return
-        # What already lies in the socket counts before silence is judged.
-        self._receive()
+        # What already lies in the socket counts before silence, or the end of the connection, is judged.
+        more = self._receive()
         if self._dialling is not None:
             self._dialling.look()
+            if self._dialling.losses and not more:
+                self._dialling.losses = 0
+                self._state.disconnected(loop.time())
             if self._dialling.refused and loop.time() >= self._redial_at:
                 self._drop_socket()
                 self._dial()

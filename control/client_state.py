@@ -3,9 +3,9 @@
 ``control.async_client`` drives it: it feeds in decoded messages and the time (seconds, monotonic), sends what lies
 in ``outbox`` and wakes the readers of ``touched``. The life of a connection::
 
-    joining --Welcome--> joined --no message for 3 s--> lost --Welcome--> joined
-                           |  Unknown, or a gap in the ticks                ^
-                           +------------------> joining --------Welcome-----+
+    joining --Welcome--> joined --disconnected, or no message for 3 s--> lost --Welcome--> joined
+                           |  Unknown, or a gap in the ticks                                 ^
+                           +------------------> joining ---------------Welcome---------------+
 
 Invariants: a token is appended to its request exactly once; after every join all unfinished requests are
 submitted again with the tokens received so far, so a restart of the control process neither loses nor repeats
@@ -222,6 +222,11 @@ class ClientState:
             for request in due:
                 if request.key in self.requests:
                     self._send_submit(request)
+
+    def disconnected(self, now: float) -> None:
+        """The connection has ended, whether there is another by now or not: what was under way on it is lost."""
+        if self.phase == "joined":
+            self._rejoin(now, "lost")
 
     def receive(self, message: ToClient, now: float) -> None:
         """Take in one message from the control process."""

@@ -56,6 +56,8 @@ class Dialling:
         self._place = spell(endpoint)
         #: The other side is there and has let us in.
         self.up = False
+        #: Connections that were there and ended: ZeroMQ may have made another since, what was under way is lost.
+        self.losses = 0
         #: It refused us: ZeroMQ does not dial again.
         self.refused = False
         self._connected = False
@@ -96,6 +98,7 @@ class Dialling:
             if not reached:
                 self._cause = "does not answer: is the address right, the server running and the port open?"
         elif event == zmq.EVENT_DISCONNECTED:
+            self.losses += self.up
             self.up = False
             self._cause = self._cause or "has ended the connection"
 

@@ -200,6 +200,18 @@ def test_unknown_leads_to_a_continuation() -> None:
     assert [tokens_of(submit) for submit in submits(state)] == [[1, 50]]
 
 
+def test_the_end_of_the_connection_leads_to_another_one() -> None:
+    state = joined()
+    request = ask(state, [1])
+    state.receive(tick(0, {4: 50}, {4: request.key}), 0.2)
+    state.disconnected(0.3)
+    assert state.connection == 1 and state.phase == "lost"
+    state.disconnected(0.4)
+    assert state.connection == 1, "it is on its way already"
+    state.receive(welcome(), 0.5)
+    assert [tokens_of(submit) for submit in submits(state)] == [[1, 50]]
+
+
 def test_what_is_complete_is_not_asked_for_again() -> None:
     state = joined()
     stopped = ask(state, [1], stop_ids=(50,))

@@ -86,7 +86,11 @@ async def stream_all(client: AsyncClient, disturb: Callable[[int], Awaitable[Non
         await asyncio.gather(*(one(number) for number in range(STREAMS)))
 
 
-def test_a_connection_that_is_cut_again_and_again(tmp_path: Path) -> None:
+def test_a_connection_that_is_cut_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client sees the end of its connection by itself: here it neither pings nor waits for a limit."""
+    for module, name in ((client_state, "SILENCE_S"), (client_state, "INTERVAL_S"), (sessions, "SILENCE_S")):
+        monkeypatch.setattr(module, name, 1000.0)
+
     async def main() -> None:
         async with LoopServer(str(tmp_path), tcp=True, pace=0.002) as control:
             taken = control.submissions()
