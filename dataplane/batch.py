@@ -6,12 +6,15 @@ the KV cache. Both see the same arrays, so a fault of the control plane shows in
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ..control.wire import Logprobs
+from .extras import PromptTokens, RowExtras
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -23,19 +26,21 @@ class SamplingRows:
     """Parameters of the S rows that sample in this batch, in row order.
 
     ``rows`` indexes the batch's rows; ``position`` is the absolute index of the token to be drawn, which with
-    ``seed`` and ``index`` keys the generator.
+    ``seed`` and ``index`` keys the generator. ``extras``, by number among the S, for the few rows that have any.
     """
 
     rows: Int32
     temperature: NDArray[np.float32]
     top_k: Int32
     top_p: NDArray[np.float32]
+    min_p: NDArray[np.float32]
     seed: NDArray[np.uint64]
     index: NDArray[np.uint32]
     position: Int64
     #: The boundary between prompt and output: ``position - prompt_len`` is the place of the token in the
     #: output.
     prompt_len: Int64 | None = None
+    extras: dict[int, RowExtras] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +70,8 @@ class StageBatch:
     ``cu_q``: query offsets, R+1. ``kv_len``: tokens in the cache after this step, R. ``block_table``: R × max
     blocks of any row (0 past a row's end). ``write``: flat cache index (block × block size + offset) of each
     token, T. ``ids``: token ids, T; only the first stage has them. ``sampling`` and ``receivers`` are set on the
-    last stage only. No array is shared with the slot table.
+    last stage only, and ``prompts`` if log-probabilities of a chunk's prompt are wanted. No array is shared with the
+    slot table.
     """
 
     step: int
@@ -82,6 +88,7 @@ class StageBatch:
     receivers: Receivers | None = None
     #: Length of each row's prompt, R; rotary frequencies may depend on it.
     prompt_len: Int64 | None = None
+    prompts: Sequence[PromptTokens] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -111,12 +118,14 @@ class Finished:
     """What an iteration left, and when the device worked on it, in microseconds of ``time.monotonic_ns``.
 
     ``output``: uint8[T, hidden_bytes] for the next stage, or on the last stage int64 ids, one for each row of
-    ``batch.sampling``. It may be a view of a buffer that the next launch overwrites.
+    ``batch.sampling``. It may be a view of a buffer that the next launch overwrites. ``logprobs`` has one entry for
+    each of ``batch.prompts`` and for each row whose extras ask for one.
     """
 
     output: NDArray[Any]
     started_us: int
     ended_us: int
+    logprobs: Sequence[Logprobs] = ()
 
 
 class Runner(Protocol):
@@ -164,15 +173,19 @@ class Runner(Protocol):
         ...
 
 
+#: ``output`` and ``logprobs`` of ``Finished``.
+Computed = tuple[NDArray[Any], Sequence[Logprobs]]
+
+
 def compute_now(
-    compute: Callable[[StageBatch, NDArray[np.uint8] | None], NDArray[Any]],
+    compute: Callable[[StageBatch, NDArray[np.uint8] | None], Computed],
     batch: StageBatch,
     hidden: NDArray[np.uint8] | None,
 ) -> Finished:
     """The whole iteration in the calling thread: for runners whose ``done`` is None."""
     started_us = now_us()
-    output = compute(batch, hidden)
-    return Finished(output, started_us, now_us())
+    output, logprobs = compute(batch, hidden)
+    return Finished(output, started_us, now_us(), logprobs)
 
 
 def now_us() -> int:

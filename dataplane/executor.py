@@ -27,6 +27,7 @@ from ..control.wire import (
     PROTOCOL_VERSION,
     BatchPlan,
     Hello,
+    Logprobs,
     Register,
     Result,
     Start,
@@ -35,6 +36,7 @@ from ..control.wire import (
     decode_to_worker,
 )
 from .batch import Finished, Int64, Runner, StageBatch, now_us
+from .extras import remember
 from .slots import PlanRefused, SlotTable
 
 _NO_IDS: Int64 = np.empty(0, np.int64)
@@ -68,6 +70,7 @@ class Outcome:
     hidden: NDArray[np.uint8] | None
     sampled: SampledIds | None
     digest: int | None
+    logprobs: Sequence[Logprobs] = ()
 
     @property
     def step(self) -> int:
@@ -96,6 +99,7 @@ class Outcome:
             ids=ids,
             stopped=stopped,
             digest=self.digest,
+            logprobs=list(self.logprobs),
         )
 
 
@@ -356,6 +360,8 @@ class StageExecutor:
             sampled = SampledIds(batch.step, receivers.slots, receivers.generations, ids)
             if self.first:
                 self.take_ids(sampled)
+            if batch.sampling is not None and batch.sampling.extras:
+                remember(batch.sampling.extras, ids)
         return Outcome(
             plan=queued.plan,
             batch=batch,
@@ -365,6 +371,7 @@ class StageExecutor:
             hidden=None if self.last or not batch.num_tokens else finished.output,
             sampled=sampled,
             digest=queued.digest,
+            logprobs=finished.logprobs,
         )
 
     def execute(self, hidden: NDArray[np.uint8] | None = None) -> Outcome:

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from ..kernels.attention import AttentionBackend, AttnBatch, ReferenceAttention, kv_bytes_per_token
 from ..kernels.attention_cpu import CPUAttention
-from ..kernels.sampling import SamplingParams, sample
-from .batch import Finished, ModelInfo, SamplingRows, StageBatch, compute_now
+from .batch import Computed, Finished, ModelInfo, SamplingRows, StageBatch, compute_now
 from .models.config import ModelError, describe_stage
 from .models.llama import LlamaStage
+from .sampler import choose, prompt_logprobs
 from .weights import ModelSource, open_model
 
 _log = logging.getLogger(__name__)
@@ -117,6 +117,7 @@ class ModelRunner:
                 temperature=np.zeros(rows, np.float32),
                 top_k=np.zeros(rows, np.int32),
                 top_p=np.ones(rows, np.float32),
+                min_p=np.zeros(rows, np.float32),
                 seed=np.zeros(rows, np.uint64),
                 index=np.zeros(rows, np.uint32),
                 position=np.full(rows, each, np.int64),
@@ -145,8 +146,8 @@ class ModelRunner:
         return self._finished
 
     @torch.inference_mode()
-    def run(self, batch: StageBatch, hidden: NDArray[np.uint8] | None) -> NDArray[Any]:
-        """Compute the stage in the calling thread; returns the output of ``batch.Finished``."""
+    def run(self, batch: StageBatch, hidden: NDArray[np.uint8] | None) -> Computed:
+        """Compute the stage in the calling thread."""
         tokens = batch.num_tokens
         x = self._input(batch, hidden)
         positions = torch.zeros(len(x), dtype=torch.int64)
@@ -163,12 +164,15 @@ class ModelRunner:
         )
         x = self._stage.forward(x, positions, self._cache, self._backend, plan, _of_tokens(batch, len(x)))
         if not self._stage.is_last:
-            return x[:tokens].view(torch.uint8).numpy()
-        if batch.sampling is None or not len(batch.sampling.rows):
-            return np.empty(0, np.int64)
+            return x[:tokens].view(torch.uint8).numpy(), ()
+        found = prompt_logprobs(batch.prompts, lambda rows: self._stage.logits(x, rows)) if batch.prompts else []
+        rows = batch.sampling
+        if rows is None or not len(rows.rows):
+            return np.empty(0, np.int64), found
         # A row samples from its last token.
-        last = batch.cu_q[batch.sampling.rows.astype(np.int64) + 1].astype(np.int64) - 1
-        return sample(self._stage.logits(x, torch.from_numpy(last)), _drawn(batch.sampling))
+        last = batch.cu_q[rows.rows.astype(np.int64) + 1].astype(np.int64) - 1
+        ids, of_ids = choose(self._stage.logits(x, torch.from_numpy(last)), rows, batch.slots[rows.rows])
+        return ids, [*found, *of_ids]
 
     def _input(self, batch: StageBatch, hidden: NDArray[np.uint8] | None) -> Tensor:
         """The residual stream that enters the stage, with zero rows up to the padded count."""
@@ -228,18 +232,3 @@ def _of_tokens(batch: StageBatch, padded: int) -> Tensor | None:
 def _tensor(array: NDArray[Any]) -> Tensor:
     """A tensor over a copy: the slot table's arrays may be read-only or reused."""
     return torch.from_numpy(np.array(array))
-
-
-def _drawn(rows: SamplingRows) -> dict[int, SamplingParams]:
-    """Parameters of the rows that are not greedy."""
-    drawn: dict[int, SamplingParams] = {}
-    for row in np.flatnonzero(rows.temperature > 0.0).tolist():
-        drawn[row] = SamplingParams(
-            temperature=float(rows.temperature[row]),
-            top_k=int(rows.top_k[row]),
-            top_p=float(rows.top_p[row]),
-            seed=int(rows.seed[row]),
-            index=int(rows.index[row]),
-            position=int(rows.position[row]),
-        )
-    return drawn

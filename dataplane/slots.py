@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from ..control.wire import BatchPlan, Register, Start
 from ..control.wire.digest import audit_digest, audited, is_audited
 from .batch import Flags, Int32, Int64, Receivers, SamplingRows, StageBatch
+from .extras import Extras
 
 _INT32_MAX = (1 << 31) - 1
 _NONE: Int64 = np.empty(0, np.int64)
@@ -68,10 +69,13 @@ class SlotTable:
         self._temperature = np.zeros(slots, np.float32)
         self._top_k = np.zeros(slots, np.int32)
         self._top_p = np.ones(slots, np.float32)
+        self._min_p = np.zeros(slots, np.float32)
         self._seed = np.zeros(slots, np.uint64)
         self._index = np.zeros(slots, np.uint32)
         # As wide as the longest list of stop ids so far; -1 matches no token.
         self._stop_ids = np.full((slots, 4), -1, np.int64)
+        #: Last stage only.
+        self._extras = Extras()
         #: For row numbers and for the query offsets of decodes; never written again.
         self._counting = np.arange(slots + 1, dtype=np.int32)
         self._scratch = np.zeros(slots, np.int64)
@@ -113,6 +117,8 @@ class SlotTable:
         self._require_registered(slots, "released")
         self._owner[slots] = -1
         self._room[slots] = 0
+        if self._extras:
+            self._extras.release(slots)
 
     def _register(self, message: Register) -> None:
         slot = message.slot
@@ -150,12 +156,18 @@ class SlotTable:
         self._max_len[slot] = message.max_len
         self._min_len[slot] = message.min_len
         self._set_sampling(slot, message)
+        if self._last:
+            try:
+                self._extras.register(message, tokens)
+            except ValueError as error:
+                raise PlanRefused(f"{name}: {error}") from None
 
     def _set_sampling(self, slot: int, message: Register) -> None:
         sampling = message.sampling
         self._temperature[slot] = sampling.temperature
         self._top_k[slot] = min(sampling.top_k, _INT32_MAX)
         self._top_p[slot] = sampling.top_p
+        self._min_p[slot] = sampling.min_p
         self._seed[slot] = sampling.seed
         self._index[slot] = sampling.index
         stops = message.stop_ids
@@ -232,8 +244,11 @@ class SlotTable:
         block_of = positions // self._block_size
         write = (self._table[places, block_of] - block_of) * self._block_size + positions
         sampling = receivers = None
+        prompts = ()
         if self._last:
             sampling, receivers = self._sampling(samples, slots, known)
+            if self._extras:
+                prompts = self._extras.of_prompts(slots, cu_q, before, num_decodes)
         self._computed[slots] = after
         self._known[slots] = known + samples
         return StageBatch(
@@ -250,6 +265,7 @@ class SlotTable:
             sampling=sampling,
             receivers=receivers,
             prompt_len=self._prompt_len[slots],
+            prompts=prompts,
         )
 
     def _blocks_of(self, slots: Int64, after: Int64) -> Int32:
@@ -290,13 +306,17 @@ class SlotTable:
             temperature=self._temperature[slots],
             top_k=self._top_k[slots],
             top_p=self._top_p[slots],
+            min_p=self._min_p[slots],
             seed=self._seed[slots],
             index=self._index[slots],
             position=known,
             prompt_len=self._prompt_len[slots],
         )
-        stop_ids = self._stop_ids.take(slots, axis=0)
-        return sampling, Receivers(slots, self._owner[slots], stop_ids, self._min_len[slots])
+        receivers = Receivers(slots, self._owner[slots], self._stop_ids.take(slots, axis=0), self._min_len[slots])
+        early = known + 1 < receivers.min_len
+        if self._extras or np.count_nonzero(early):
+            sampling.extras = self._extras.of_rows(slots, early, receivers.stop_ids)
+        return sampling, receivers
 
     # -- ids in and out --------------------------------------------------------------------------------------
 

@@ -4,11 +4,12 @@ device's time is planned (``ScriptedRunner``) and the host's should be spent on 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..batch import Finished, Int64, ModelInfo, StageBatch, compute_now
+from ..batch import Computed, Finished, ModelInfo, StageBatch, compute_now
 
 
 class BlankRunner:
-    """One stage. Implements ``dataplane.batch.Runner``; a context costs it nothing, however long."""
+    """One stage. Implements ``dataplane.batch.Runner``; a context costs it nothing, however long. It makes up no
+    log-probabilities."""
 
     def __init__(self, stage: int, stages: int, info: ModelInfo) -> None:
         self._last = stage == stages - 1
@@ -35,8 +36,8 @@ class BlankRunner:
     def collect(self) -> Finished:
         return self._finished
 
-    def run(self, batch: StageBatch, hidden: NDArray[np.uint8] | None) -> NDArray[np.uint8] | Int64:
+    def run(self, batch: StageBatch, hidden: NDArray[np.uint8] | None) -> Computed:
         if not self._last:
-            return np.zeros((batch.num_tokens, self._info.hidden_bytes), np.uint8)
+            return np.zeros((batch.num_tokens, self._info.hidden_bytes), np.uint8), ()
         assert batch.sampling is not None
-        return 1 + batch.sampling.position % (self._info.vocab_size - 1)
+        return 1 + batch.sampling.position % (self._info.vocab_size - 1), ()

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,9 +92,9 @@ class ScriptedRunner:
         if self._hang_on is not None and self._has(batch, hidden, self._hang_on):
             self._hang()
         self._inner.launch(batch, hidden)
-        output = self._inner.collect().output
+        finished = self._inner.collect()
         self._ends_at = max(self._free_at, self._clock())
-        self._finished = Finished(output, _microseconds(now), _microseconds(self._ends_at))
+        self._finished = replace(finished, started_us=_microseconds(now), ended_us=_microseconds(self._ends_at))
         if self._alarm is not None:
             self._alarm.set(self._ends_at)
 

@@ -16,14 +16,15 @@ the tokens alone.
 Hidden states are two u64 per token: (token << 32 | position) and the layer B sum.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...control.wire import Sampling
+from ...control.wire import Logprobs, Sampling
 from ...control.wire.client import GREEDY
-from ..batch import Finished, Int64, ModelInfo, StageBatch, compute_now
+from ..batch import Computed, Finished, Int64, ModelInfo, StageBatch, compute_now
+from .made_up import Row, made_up_logprobs, made_up_row
 
 UInt64 = NDArray[np.uint64]
 
@@ -34,6 +35,7 @@ _M2 = 0xC4CEB9FE1A85EC53
 _SEED = 0x2545F4914F6CDD1D
 _INDEX = 0x94D049BB133111EB
 _PLACE = 0xBF58476D1CE4E5B9
+_TOKEN = 0xD6E8FEB86659FD93
 _POISON = 0x0DEFACED5EEDBEEF
 #: No write makes it: positions stay below 2**32 - 1.
 _UNWRITTEN = np.uint64(_MASK)
@@ -116,7 +118,7 @@ class ShadowRunner:
     def collect(self) -> Finished:
         return self._finished
 
-    def run(self, batch: StageBatch, hidden: NDArray[np.uint8] | None) -> NDArray[np.uint8] | Int64:
+    def run(self, batch: StageBatch, hidden: NDArray[np.uint8] | None) -> Computed:
         positions = batch.positions.astype(np.uint64)
         if self._first:
             assert batch.ids is not None
@@ -138,8 +140,9 @@ class ShadowRunner:
             found[wrong] ^= np.uint64(_POISON)
             flat_b[batch.write[wrong]] = found[wrong]
         if self._last:
-            return self._draw(batch, found)
-        return np.stack((tokens, found), axis=1).view(np.uint8).reshape(len(tokens), 16)
+            ids = self._draw(batch, found)
+            return ids, self._logprobs(batch, found, ids)
+        return np.stack((tokens, found), axis=1).view(np.uint8).reshape(len(tokens), 16), ()
 
     def _draw(self, batch: StageBatch, found: UInt64) -> Int64:
         rows = batch.sampling
@@ -154,6 +157,29 @@ class ShadowRunner:
         scratch = np.empty_like(noise)
         state = state + np.where(rows.temperature > 0, _mix(noise, scratch), np.uint64(0))
         return (_mix(state, scratch) % np.uint64(self._info.vocab_size)).astype(np.int64)
+
+    def _logprobs(self, batch: StageBatch, found: UInt64, ids: Int64) -> list[Logprobs]:
+        """Made up of the sum from which a token's id comes, and the token."""
+        vocab_size = self._info.vocab_size
+
+        def words(sums: UInt64, tokens: Int64) -> UInt64:
+            return _mix(sums + tokens.astype(np.uint64) * np.uint64(_TOKEN), np.empty_like(sums))
+
+        told: list[Logprobs] = []
+        for prompt in batch.prompts:
+            sums = found[prompt.first : prompt.first + len(prompt.tokens)]
+            told.append(
+                made_up_logprobs(prompt.slot, prompt.start, words(sums, prompt.tokens), prompt.best, vocab_size)
+            )
+        assert batch.sampling is not None
+        for number, extras in batch.sampling.extras.items():
+            if extras.logprobs >= 0:
+                row = int(batch.sampling.rows[number])
+                sums = found[batch.cu_q[row + 1] - 1 : batch.cu_q[row + 1]]
+                position = int(batch.sampling.position[number])
+                of_token = words(sums, ids[number : number + 1])
+                told.append(made_up_logprobs(int(batch.slots[row]), position, of_token, extras.logprobs, vocab_size))
+        return told
 
 
 class _Reads:
@@ -198,20 +224,34 @@ def shadow_tokens(
     Neither blocks nor batches nor stages occur here: ids follow from the tokens alone. ``min_len`` counts
     prompt and output, as in REGISTER.
     """
-    sum_a = sum_b = 0
     known = list(prompt)
-    place = 0
-    while True:
-        while place < len(known):
-            sum_a += _mix_int((known[place] << 32 | place) + place * _STEP)
-            sum_b += _mix_int((sum_a & _MASK) + place * _STEP)
-            place += 1
-        if len(known) - len(prompt) >= count:
+    for place, total in enumerate(_sums(known), start=1):
+        if place < len(prompt):
+            continue
+        if place - len(prompt) >= count:
             break
         noise = 0
         if sampling.temperature > 0:
             noise = _mix_int(sampling.seed * _SEED + sampling.index * _INDEX + place * _PLACE)
-        known.append(_mix_int(sum_b + noise) % vocab_size)
+        known.append(_mix_int(total + noise) % vocab_size)
         if known[-1] in stop_ids and len(known) >= min_len:
             break
     return known[len(prompt) :]
+
+
+def shadow_logprobs(tokens: Sequence[int], start: int, best: int, *, vocab_size: int = DEFAULT_VOCAB) -> list[Row]:
+    """What is reported of the tokens from index ``start`` (at least 1) on, with ``best`` alternatives."""
+    return [
+        made_up_row(_mix_int(total + token * _TOKEN), best, vocab_size)
+        for place, (total, token) in enumerate(zip(_sums(tokens), tokens[1:], strict=False), start=1)
+        if place >= start
+    ]
+
+
+def _sums(tokens: Sequence[int]) -> Iterator[int]:
+    """After each token, what the last stage found: ids and log-probabilities follow from it. ``tokens`` may grow."""
+    sum_a = sum_b = 0
+    for place, token in enumerate(tokens):
+        sum_a += _mix_int((token << 32 | place) + place * _STEP)
+        sum_b += _mix_int((sum_a & _MASK) + place * _STEP)
+        yield sum_b

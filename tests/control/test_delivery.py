@@ -29,8 +29,7 @@ from evenflow.control.wire import (
     encode,
 )
 from inprocess import InProcess, StreamClient, u32
-from logprob_worker import logprob_of
-from shadow_server import advance, prompt, scrambled, shadow_server, wanted
+from shadow_server import advance, logprob_of, prompt, scrambled, shadow_server, wanted
 
 
 class Queues:

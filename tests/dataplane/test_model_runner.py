@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from evenflow.dataplane import model_runner
+from evenflow.dataplane import sampler
 from evenflow.dataplane.model_runner import ModelRunner, load_runner
 from evenflow.dataplane.models.config import ModelError
 from evenflow.dataplane.weights.random import RANDOM_CONFIG, RandomSource, write_hf_directory
@@ -37,7 +37,7 @@ def seen_logits(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         rows.extend(logits.clone())
         return sample(logits, drawn)
 
-    monkeypatch.setattr(model_runner, "sample", watched)
+    monkeypatch.setattr(sampler, "sample", watched)
     return rows
 
 
@@ -154,11 +154,13 @@ def test_hidden_states_are_the_residual_stream_as_bytes() -> None:
     first, last = build(RandomSource(), 2, dtype="bfloat16")
     assert first.info.hidden_bytes == 96 * 2
     batch = make_batch([(sequence([5, 6, 7], 0, 16, 1), 3)], 16)
-    hidden = first.run(batch, None)
+    hidden, nothing = first.run(batch, None)
+    assert not nothing
     assert hidden.shape == (3, 192) and hidden.dtype == np.uint8
     read_only = hidden.copy()
     read_only.flags.writeable = False
-    ids = last.run(batch, read_only)
+    ids, nothing = last.run(batch, read_only)
+    assert not nothing
     assert ids.dtype == np.int64 and ids.shape == (1,)
     with pytest.raises(ValueError, match=r"shape \(2, 192\) came for 3 tokens"):
         last.run(batch, hidden[:2])

@@ -36,7 +36,7 @@ from evenflow.control.wire import (
 from evenflow.dataplane.batch import Runner
 from evenflow.dataplane.executor import Limits as WorkerLimits
 from evenflow.dataplane.simulated.loopback import LoopbackReplica
-from logprob_worker import LogprobWorker, Row
+from evenflow.dataplane.simulated.made_up import Row
 
 
 def u32(tokens: list[int] | tuple[int, ...]) -> bytes:
@@ -139,7 +139,6 @@ class InProcess:
             for _ in range(replicas)
         ]
         self.results: list[deque[Result]] = [deque() for _ in range(replicas)]
-        self.logprobs = [LogprobWorker() for _ in range(replicas)]
         self.digests: dict[tuple[int, int, int], int | None] = {}
         self.epochs = [0] * replicas
         self.plans: list[SendPlan] = []
@@ -165,7 +164,6 @@ class InProcess:
         )
         self.replicas[replica].start(start)
         self.results[replica].clear()
-        self.logprobs[replica] = LogprobWorker()
         self.step(ReplicaUp(replica, start.epoch, self.stages, start.num_blocks, start.num_slots))
 
     def crash(self, replica: int, keep_results: bool = False) -> None:
@@ -218,7 +216,6 @@ class InProcess:
                 decodes = sum(byte.bit_count() for byte in plan.decodes)
                 assert 0 < decodes + sum(chunk_tokens) == effect.tokens <= self.limits.token_budget
                 self.digests[effect.replica, plan.epoch, plan.step] = effect.digest
-                self.logprobs[effect.replica].accept(effect.registers, plan)
                 self.replicas[effect.replica].submit([encode(m) for m in [*effect.registers, plan]])
             elif isinstance(effect, Delivered):
                 self.tell(effect)
@@ -259,7 +256,7 @@ class InProcess:
         expected = self.digests[replica, result.epoch, result.step]
         assert result.digest == expected, f"step {result.step}: stage {stage} audits differently"
         if stage == self.stages - 1:
-            self.results[replica].append(self.logprobs[replica].complete(result))
+            self.results[replica].append(result)
 
     def _deliver(self, replica: int, _: int) -> None:
         assert self.replicas[replica].deliver_ids()

@@ -52,6 +52,7 @@ def make_batch(rows: list[tuple[Sequence, int]], block_size: int, step: int = 0)
             temperature=np.array([s.temperature for s in seqs], np.float32),
             top_k=np.array([s.top_k for s in seqs], np.int32),
             top_p=np.array([s.top_p for s in seqs], np.float32),
+            min_p=np.zeros(len(seqs), np.float32),
             seed=np.array([s.seed for s in seqs], np.uint64),
             index=np.zeros(len(seqs), np.uint32),
             position=np.array([len(s.tokens) for s in seqs], np.int64),
@@ -64,8 +65,8 @@ def run_batch(stages: list[ModelRunner], rows: list[tuple[Sequence, int]]) -> No
     batch = make_batch(rows, stages[0].info.block_size)
     hidden = None
     for stage in stages[:-1]:
-        hidden = stage.run(batch, hidden)
-    result = stages[-1].run(batch, hidden)
+        hidden, _ = stage.run(batch, hidden)
+    result, _ = stages[-1].run(batch, hidden)
     assert batch.sampling is not None
     for seq, n in rows:
         seq.computed += n

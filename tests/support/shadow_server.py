@@ -1,11 +1,12 @@
 """``InProcess`` servers over shadow-KV workers, and prompts for them: what the tests of the control plane share."""
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 
 from evenflow.control.core.events import Limits
 from evenflow.control.core.replica import Replica
-from evenflow.dataplane.simulated.shadow import ShadowRunner, shadow_tokens
+from evenflow.dataplane.simulated.made_up import Row
+from evenflow.dataplane.simulated.shadow import DEFAULT_VOCAB, ShadowRunner, shadow_logprobs, shadow_tokens
 from inprocess import InProcess
 
 
@@ -62,6 +63,16 @@ def _wanted(tokens: tuple[int, ...], count: int) -> tuple[int, ...]:
 def wanted(tokens: Sequence[int], count: int) -> list[int]:
     """The greedy output of an undisturbed run."""
     return list(_wanted(tuple(tokens), count))
+
+
+def logprob_of(tokens: Sequence[int], index: int, width: int, vocab_size: int = DEFAULT_VOCAB) -> Row:
+    """What is reported of token ``index`` of a sequence, with ``width`` alternatives."""
+    return _logprobs(tuple(tokens), width, vocab_size)[index - 1]
+
+
+@lru_cache(maxsize=64)
+def _logprobs(tokens: tuple[int, ...], width: int, vocab_size: int) -> list[Row]:
+    return shadow_logprobs(tokens, 1, width, vocab_size=vocab_size)
 
 
 def scrambled(seed: int) -> Callable[[int], int]:

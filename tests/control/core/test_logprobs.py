@@ -7,9 +7,8 @@ from evenflow.control.core.biases import bias_problem
 from evenflow.control.core.events import Limits, OutOfStep, Returned, Submitted
 from evenflow.control.wire import Logprobs, Sampling, Submit
 from inprocess import InProcess, u32
-from logprob_worker import logprob_of
 from msgspec.structs import replace
-from shadow_server import advance, device_side, only, prompt, scrambled, shadow_server, wanted
+from shadow_server import advance, device_side, logprob_of, only, prompt, scrambled, shadow_server, wanted
 
 BOTH = Sampling(logprobs=2, prompt_logprobs=1)
 

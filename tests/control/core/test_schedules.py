@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from inprocess import InProcess
-from logprob_worker import logprob_of
+from shadow_server import logprob_of
 
 VOCAB = 40
 SCHEDULES = int(os.environ.get("EVENFLOW_SCHEDULES", "500"))
@@ -191,12 +191,12 @@ class Schedules(RuleBasedStateMachine):
         tokens = prompt + got
         expected = {}
         if sampling.prompt_logprobs >= 0:
-            expected = {i: logprob_of(prompt, i, sampling.prompt_logprobs) for i in range(1, len(prompt))}
+            expected = {i: logprob_of(prompt, i, sampling.prompt_logprobs, VOCAB) for i in range(1, len(prompt))}
         told = self.server.logprobs_of(key, owner)
         if aborted and not got[received - len(prompt) :]:
             expected = {i: row for i, row in expected.items() if i in told}
         if sampling.logprobs >= 0:
-            expected |= {i: logprob_of(tokens, i, sampling.logprobs) for i in range(received, len(tokens))}
+            expected |= {i: logprob_of(tokens, i, sampling.logprobs, VOCAB) for i in range(received, len(tokens))}
         assert told == expected, f"request {key}"
 
 
