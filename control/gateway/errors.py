@@ -77,7 +77,7 @@ def from_finish(finish: Finish) -> ApiError:
     message = finish.message or "the request was ended by the service"
     wait = finish.retry_after_ms / 1000 if finish.retry_after_ms else 1.0
     if finish.code == "overloaded":
-        return overloaded(message, wait, queue_full=finish.field == "max_queued")
+        return overloaded(message, wait, queue_full=finish.field in ("max_queued", "key"))
     if finish.code in ("draining", "not_ready", "closed"):
         return unavailable(message, wait, finish.code)
     if finish.code == "too_long":
