@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
@@ -94,6 +95,77 @@ def test_a_seed_gives_the_same_answer(client: openai.OpenAI) -> None:
         for seed in (7, 7, 8)
     ]
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_two_choices_with_logprobs(client: openai.OpenAI) -> None:
+    ask: list[Any] = [
+        {"role": "user", "content": "Name three colours of the rainbow, please, in any order you like."}
+    ]
+    wanted: dict[str, Any] = {"model": MODEL, "messages": ask, "n": 2, "max_tokens": 8, "seed": 3, "temperature": 1.0}
+    whole = client.chat.completions.create(**wanted, logprobs=True, top_logprobs=3)
+    assert [choice.index for choice in whole.choices] == [0, 1]
+    assert whole.choices[0].message.content != whole.choices[1].message.content
+    for choice in whole.choices:
+        assert choice.logprobs is not None and choice.logprobs.content is not None
+        content = choice.logprobs.content
+        assert "".join(item.token for item in content) == choice.message.content
+        for item in content:
+            assert bytes(item.bytes or []).decode(errors="replace") == item.token
+            best = [top.logprob for top in item.top_logprobs]
+            assert len(best) == 3 and best == sorted(best, reverse=True) and item.logprob <= best[0] <= 0
+    assert whole.usage is not None and whole.usage.completion_tokens <= 16
+    pieces: dict[int, list[str]] = {0: [], 1: []}
+    tokens: dict[int, list[str]] = {0: [], 1: []}
+    for chunk in client.chat.completions.create(**wanted, logprobs=True, top_logprobs=3, stream=True):
+        for choice in chunk.choices:
+            pieces[choice.index].append(choice.delta.content or "")
+            if choice.logprobs is not None:
+                tokens[choice.index] += [item.token for item in choice.logprobs.content or []]
+    for index, choice in enumerate(whole.choices):
+        assert "".join(pieces[index]) == "".join(tokens[index]) == choice.message.content
+
+
+def test_kv_1_a_text_is_measured_as_it_was_made(client: openai.OpenAI, continuation: str) -> None:
+    """Log-probabilities of a generated text are those that an echo of it gives, now and with a filled cache."""
+    made = client.completions.create(model=MODEL, prompt=QUESTION, max_tokens=16, temperature=0, logprobs=2).choices[
+        0
+    ]
+    assert made.text == continuation and made.logprobs is not None
+    for _ in range(2):
+        echoed = client.completions.create(
+            model=MODEL, prompt=QUESTION + continuation, max_tokens=0, echo=True, logprobs=2, temperature=0
+        ).choices[0]
+        assert echoed.text == QUESTION + continuation and echoed.logprobs is not None
+        columns = echoed.logprobs
+        assert columns.tokens is not None and columns.token_logprobs is not None and columns.top_logprobs is not None
+        assert "".join(columns.tokens) == echoed.text and columns.token_logprobs[0] is None
+        assert columns.tokens[-16:] == made.logprobs.tokens
+        assert columns.token_logprobs[-16:] == pytest.approx(made.logprobs.token_logprobs, abs=1e-4)
+        for top, best in zip(columns.top_logprobs[-16:], made.logprobs.top_logprobs or [], strict=True):
+            assert top == pytest.approx(best, abs=1e-4)
+
+
+def test_biases_and_penalties_reach_the_model(client: openai.OpenAI, continuation: str) -> None:
+    first = client.completions.create(model=MODEL, prompt=QUESTION, max_tokens=1, temperature=0)
+    token = smollm().encode(first.choices[0].text, add_special_tokens=False)[0]
+    banned = client.completions.create(
+        model=MODEL, prompt=QUESTION, max_tokens=1, temperature=0, logit_bias={str(token): -100}
+    )
+    assert banned.choices[0].text != first.choices[0].text
+    forced = client.completions.create(
+        model=MODEL, prompt=QUESTION, max_tokens=4, temperature=0, logit_bias={str(token): 100}
+    )
+    assert forced.choices[0].text == first.choices[0].text * 4
+    varied = client.completions.create(
+        model=MODEL,
+        prompt=QUESTION,
+        max_tokens=4,
+        temperature=0,
+        logit_bias={str(token): 30},
+        frequency_penalty=2,
+        extra_body={"repetition_penalty": 10, "min_p": 0.1, "min_tokens": 4},
+    )
+    assert varied.choices[0].text != forced.choices[0].text
 
 
 def test_models_and_errors(client: openai.OpenAI) -> None:
