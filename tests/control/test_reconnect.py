@@ -92,7 +92,7 @@ def test_a_connection_that_is_cut_again_and_again(tmp_path: Path, monkeypatch: p
         monkeypatch.setattr(module, name, 1000.0)
 
     async def main() -> None:
-        async with LoopServer(str(tmp_path), tcp=True, pace=0.002) as control:
+        async with LoopServer(str(tmp_path), tcp=True, pace=0.01) as control:
             taken = control.submissions()
             async with Proxy(control.endpoint) as proxy, AsyncClient(proxy.endpoint) as client:
                 cuts = iter([3, 150, 151, TOKENS - 1])
@@ -103,6 +103,8 @@ def test_a_connection_that_is_cut_again_and_again(tmp_path: Path, monkeypatch: p
                     if count >= next_cut:
                         next_cut = next(cuts, 10**9)
                         proxy.cut()
+                        # Slow until most cuts are made, so that they find something to cut on a busy machine too.
+                        control.pace = 0.01 if next_cut < TOKENS - 1 else 0.001
 
                 await stream_all(client, disturb)
                 assert proxy.dialled >= 3
@@ -120,7 +122,7 @@ def test_a_connection_that_falls_silent(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(client_state, "SILENCE_S", 1.5)
 
     async def main() -> None:
-        served = LoopServer(str(tmp_path), tcp=True, pace=0.002)
+        served = LoopServer(str(tmp_path), tcp=True, pace=0.01)
         async with served as control, Proxy(control.endpoint) as proxy, AsyncClient(proxy.endpoint) as client:
             done = False
 
@@ -134,6 +136,7 @@ def test_a_connection_that_falls_silent(tmp_path: Path, monkeypatch: pytest.Monk
                     assert control.values()["clients"] == 1 and proxy.dialled == 2
                     assert control.unfinished == STREAMS, "none of them runs twice"
                     control.gate.set()
+                    control.pace = 0.001
 
             await stream_all(client, disturb)
             values = control.values()
@@ -170,7 +173,7 @@ def test_a_client_that_is_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(sessions, "SILENCE_S", limit)
 
     async def main() -> None:
-        async with LoopServer(str(tmp_path), pace=0.002) as control:
+        async with LoopServer(str(tmp_path), pace=0.05) as control:
             taken = control.submissions()
             child = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-c", CHILD, control.endpoint), stdout=asyncio.subprocess.PIPE
@@ -179,6 +182,7 @@ def test_a_client_that_is_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
             # Until the first token its pings may be too late for the short limit: it then comes back by itself.
             assert (await asyncio.wait_for(child.stdout.readline(), 120)) == b"first\n"
             os.kill(child.pid, signal.SIGSTOP)
+            control.pace = 0.002
             if limit < 1:
                 await control.until(lambda: control.values()["clients"] == 0 and not control.unfinished)
             else:

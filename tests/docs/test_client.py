@@ -65,8 +65,12 @@ def test_dense_and_sparse_ticks(tmp_path: Path) -> None:
         async with LoopServer(str(tmp_path)) as control:
             counts = forms(control)
             complete = load().complete
-            mine = asyncio.to_thread(complete, control.endpoint, PROMPTS, 300)
-            got, theirs = await asyncio.gather(mine, reference(control.endpoint, PROMPTS, 300))
+            control.gate.clear()
+            mine = asyncio.create_task(asyncio.to_thread(complete, control.endpoint, PROMPTS, 300))
+            other = asyncio.create_task(reference(control.endpoint, PROMPTS, 300))
+            await control.until(lambda: control.unfinished == 2 * len(PROMPTS))
+            control.gate.set()
+            got, theirs = await mine, await other
             assert got == theirs and [len(ids) for ids in got] == [300] * 3
             assert counts["sparse"] > 0, "two clients share iterations"
             counts["dense"] = 0
@@ -82,7 +86,7 @@ def test_merged_ticks_and_a_lost_session(tmp_path: Path) -> None:
     child += f"print(json.dumps(complete(sys.argv[1], {PROMPTS!r}, 600)))"
 
     async def main() -> None:
-        async with LoopServer(str(tmp_path), pace=0.001) as control:
+        async with LoopServer(str(tmp_path), pace=0.05) as control:
             socket = control.control._clients.socket
             socket.setsockopt(zmq.SNDBUF, 2048)
             socket.setsockopt(zmq.SNDHWM, 8)
@@ -92,11 +96,14 @@ def test_merged_ticks_and_a_lost_session(tmp_path: Path) -> None:
             )
             await control.until(lambda: counts["dense"] > 5)
             os.kill(process.pid, signal.SIGSTOP)
+            control.pace = 0.001
             await control.until(lambda: control.values()["client_waiting_tokens"] > 100)
+            control.pace = 0.05
             os.kill(process.pid, signal.SIGCONT)
             await control.until(lambda: counts["merged"] > 0)
             (session,) = control.control.sessions.by_owner.values()
             control.control.delivery.doom(session, "slow", "the test says so")
+            control.pace = 0.0
             out, _ = await asyncio.wait_for(process.communicate(), 120)
             assert json.loads(out) == await reference(control.endpoint, PROMPTS, 600)
             assert control.values()["requests_total"] > 2 * len(PROMPTS), "it came back"
