@@ -16,6 +16,7 @@ import sys
 
 import report
 from evenflow.control.client import AsyncClient, Stream
+from evenflow.control.status import figure
 from report import Report, Row
 from serving import Served, served
 
@@ -55,9 +56,12 @@ def measure(stages: int, seconds: float, results: Report) -> None:
     waiting: list[float] = []
     busy: list[float] = []
     for stage in range(stages):
-        name = f"replica0_stage{stage}"
-        waiting.append(1 - deltas[f"{name}_plans_late_total"] / deltas[f"{name}_iterations_total"])
-        work, idle = deltas[f"{name}_busy_seconds_total"], deltas[f"{name}_idle_seconds_total"]
+        place = {"replica": 0, "stage": stage}
+        late, count, work, idle = (
+            deltas[figure(f"stage_{name}_total", **place)]
+            for name in ("plans_late", "iterations", "busy_seconds", "idle_seconds")
+        )
+        waiting.append(1 - late / count)
         busy.append(work / (work + idle))
     case = {"stages": stages, "running": RUNNING}
     value = min(waiting)

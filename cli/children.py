@@ -57,6 +57,7 @@ def control_argv(options: ServeOptions, run: RunDir) -> list[str]:
         *_python("control"),
         *("--workers", run.workers_endpoint),
         *("--clients", run.clients_endpoint),
+        *("--events", run.events_endpoint),
         *("--links", str(run.links)),
         *("--replicas", str(options.replicas)),
         *("--stages", str(options.stages)),

@@ -64,6 +64,10 @@ class RunDir:
     def clients_endpoint(self) -> str:
         return f"ipc://{self.path}/clients"
 
+    @property
+    def events_endpoint(self) -> str:
+        return f"ipc://{self.path}/events"
+
     @classmethod
     def create(cls, environ: dict[str, str]) -> "RunDir":
         """Make both directories. Raises ``OSError`` when no place will do."""

@@ -12,7 +12,8 @@ import uvloop
 from .core.events import Limits
 from .gatekeeper import Door
 from .logs import configure
-from .server import ControlOptions, serve
+from .options import ControlOptions
+from .server import serve
 from .wire.keys import ROLES, KeyFault
 from .wire.lifeline import ParentGone, die_with_parent
 from .wire.sockets import EndpointError
@@ -23,6 +24,7 @@ def _options(argv: list[str]) -> tuple[ControlOptions, argparse.Namespace]:
     parser = argparse.ArgumentParser(prog="evenflow.control", description="Schedules; never touches a tensor.")
     parser.add_argument("--workers", required=True, help="endpoint to bind for workers and the launcher")
     parser.add_argument("--clients", required=True, help="endpoint to bind for clients")
+    parser.add_argument("--events", default="", help="endpoint to bind for subscribers to iteration records")
     parser.add_argument("--links", required=True, help="directory where neighbouring stages meet")
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--stages", type=int, default=1)
@@ -76,6 +78,7 @@ def _options(argv: list[str]) -> tuple[ControlOptions, argparse.Namespace]:
         ),
         keys=args.keys,
         insecure=args.insecure,
+        events=args.events,
     )
     return options, args
 

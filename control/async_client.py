@@ -324,9 +324,9 @@ class AsyncClient:
             finally:
                 self._status_waiters.pop(nonce, None)
 
-    def subscribe(self, interval_ms: int = 1000) -> None:
-        """Keep ``last_status`` fresh; 0 ends it."""
-        self._state.subscribe(interval_ms)
+    def subscribe(self, interval_ms: int = 1000, rows: int = 0) -> None:
+        """Keep ``last_status`` fresh, with at most ``rows`` of the unfinished requests; 0 milliseconds end it."""
+        self._state.subscribe(interval_ms, rows)
         self._turn()
 
     def fail_all(self, message: str, code: str) -> None:

@@ -142,7 +142,7 @@ class ClientState:
         self._timer_at = 0.0
         #: What the control process calls this client's session, to be named in the next hello.
         self._session = 0
-        self._subscribed_ms = 0
+        self._subscribed = Subscribe(0)
         self._retries: list[tuple[float, Request]] = []
 
     def start(self, now: float) -> None:
@@ -189,11 +189,11 @@ class ClientState:
         """Ask for one ``StatusReply`` with this nonce."""
         self.outbox.append(Status(nonce))
 
-    def subscribe(self, interval_ms: int) -> None:
+    def subscribe(self, interval_ms: int, rows: int = 0) -> None:
         """Have ``status`` renewed every so often, also after a restart of the control process."""
-        self._subscribed_ms = interval_ms
+        self._subscribed = Subscribe(interval_ms, rows)
         if self.phase == "joined":
-            self.outbox.append(Subscribe(interval_ms))
+            self.outbox.append(self._subscribed)
 
     def fail_all(self, message: str, code: str) -> None:
         """End everything from this side with an error, as when the client is closed."""
@@ -255,8 +255,8 @@ class ClientState:
             return
         self.phase = "joined"
         self.problem = None
-        if self._subscribed_ms:
-            self.outbox.append(Subscribe(self._subscribed_ms))
+        if self._subscribed.interval_ms:
+            self.outbox.append(self._subscribed)
         for request in list(self.requests.values()):
             self._continue(request)
 

@@ -12,7 +12,6 @@ import os
 import secrets
 import signal
 import time
-from dataclasses import dataclass
 
 import structlog
 import zmq
@@ -22,33 +21,37 @@ from .core.events import (
     Aborted,
     Delivered,
     Event,
-    Limits,
     OutOfStep,
     OwnerLost,
     Rejected,
+    ReplicaLost,
+    Returned,
     SendPlan,
     Submitted,
 )
 from .core.integrity import IntegrityError, check_integrity
 from .delivery import Delivery, Sent
-from .gatekeeper import Door, Gatekeeper, open_doors
+from .gatekeeper import Gatekeeper, open_doors
 from .intake import Intake
 from .merging import RETRY_S
+from .options import ControlOptions
+from .publisher import Publisher
 from .refusals import refuse_frame
-from .sessions import MAX_CLIENTS, MAX_REQUESTS, MAX_SUBSCRIBERS, Session, Sessions
-from .status import snapshot
+from .sessions import MAX_CLIENTS, MAX_SUBSCRIBERS, Session, Sessions
+from .status import describe_service, request_rows, snapshot
 from .supervision import Action, Occur, Supervisor
+from .telemetry import Telemetry
 from .wire import (
     PROTOCOL_VERSION,
     Abort,
     ClientHello,
     Refused,
+    Result,
     Status,
     StatusReply,
     Submit,
     Subscribe,
     Unknown,
-    Welcome,
     WireError,
     decode_from_client,
     decode_from_worker,
@@ -62,32 +65,6 @@ log = structlog.get_logger("evenflow.control")
 TICK_S = 0.25
 
 
-@dataclass(frozen=True, slots=True)
-class ControlOptions:
-    """What the control process is started with. ``limits`` are wishes until the workers have said theirs.
-
-    ``workers`` and ``clients`` are ``ipc://`` endpoints. For other machines: ``doors``, and the folder of ``keys``.
-    """
-
-    workers: str
-    clients: str
-    links: str
-    limits: Limits
-    replicas: int = 1
-    stages: int = 1
-    max_model_len: int | None = None
-    hang_timeout: float = 15.0
-    drain_timeout: float = 30.0
-    model_name: str | None = None
-    #: Unfinished requests that one client may have.
-    max_requests: int = MAX_REQUESTS
-    #: Replicas whose workers are started by hand.
-    external: tuple[int, ...] = ()
-    doors: tuple[Door, ...] = ()
-    keys: str | None = None
-    insecure: bool = False
-
-
 class ControlServer:
     """Runs until it is told to stop. Use ``serve``."""
 
@@ -97,6 +74,7 @@ class ControlServer:
         self.engine: Engine | None = None
         self.sessions = Sessions()
         self.delivery = Delivery(self.sessions, self._put, self._wake)
+        self.telemetry = Telemetry()
         self.supervisor = Supervisor(
             options.limits,
             replicas=options.replicas,
@@ -126,6 +104,7 @@ class ControlServer:
         self._context = new_context()
         self._workers = Intake(loop, bind_router(self._context, options.workers, hwm=65_536), self._from_worker)
         self._clients = Intake(loop, bind_clients(self._context, options.clients), self._from_client)
+        self._events = Publisher(self._context, options.events) if options.events else None
         self.gatekeeper: Gatekeeper | None = None
         try:
             sockets: dict[Role, Socket] = {"worker": self._workers.socket, "client": self._clients.socket}
@@ -142,7 +121,16 @@ class ControlServer:
         except WireError as error:
             self._complain("workers", error)
             return
-        self._act(self.supervisor.take(identity, message, time.monotonic()))
+        now = time.monotonic()
+        self._act(self.supervisor.take(identity, message, now))
+        if self.telemetry.watched and type(message) is Result:
+            self._publish(identity, message, now)
+
+    def _publish(self, identity: bytes, result: Result, now: float) -> None:
+        place = self.supervisor.place_of(identity)
+        record = None if place is None else self.telemetry.returned(*place, result, now)
+        if record is not None and self._events is not None:
+            self._events.publish(encode(record))
 
     def _act(self, actions: list[Action]) -> None:
         for action in actions:
@@ -177,13 +165,19 @@ class ControlServer:
         engine = self.engine
         assert engine is not None
         now = time.monotonic()
+        telemetry = self.telemetry
+        if type(event) is Submitted:
+            telemetry.submitted(event, now)
         for effect in engine.step(event, now):
             kind = type(effect)
             if kind is SendPlan:
                 self._send_plan(effect, now)  # pyright: ignore[reportArgumentType]
             elif kind is Delivered:
                 self.delivery.deliver(effect, now)  # pyright: ignore[reportArgumentType]
+                lane = event.result.lane if type(event) is Returned else 0
+                telemetry.delivered(effect, lane, now)  # pyright: ignore[reportArgumentType]
             elif isinstance(effect, Rejected):
+                telemetry.rejected(effect)
                 session = self.sessions.by_owner.get(effect.owner)
                 if session is not None:
                     refused = Refused(effect.key, effect.code, effect.field, effect.message, effect.retry_after_ms)
@@ -191,6 +185,8 @@ class ControlServer:
             elif isinstance(effect, OutOfStep):
                 log.error("result contradicts the plans", replica=effect.replica, reason=effect.reason)
                 self._act(self.supervisor.out_of_step(effect.replica, effect.reason, now))
+        if type(event) is ReplicaLost:
+            telemetry.epoch_over(event.replica)
         if self._check:
             check_integrity(engine)
         if engine.requests:
@@ -207,6 +203,10 @@ class ControlServer:
         self.supervisor.sent(send, now)
         for identity in self.supervisor.identities(send.replica):
             self._post(identity, frames)
+        assert self.engine is not None
+        replica = self.engine.replicas.get(send.replica)
+        if replica is not None:
+            self.telemetry.planned(send, replica, now, time.monotonic() if self.telemetry.watched else now)
 
     def _idle(self, engine: Engine) -> None:
         try:
@@ -239,7 +239,7 @@ class ControlServer:
             if self.engine is not None:
                 self._step(Aborted(session.owner, message.key))
         elif isinstance(message, Status):
-            self._tell(session, encode(self._status(message.nonce)))
+            self._tell(session, encode(self._status(message.nonce, message.rows)))
         elif isinstance(message, Subscribe):
             self._subscribe(session, message, now)
 
@@ -263,27 +263,29 @@ class ControlServer:
             text = f"{MAX_SUBSCRIBERS} clients have subscribed, the most that may: ask with Status instead"
             self._tell(session, encode(Refused(None, "overloaded", "interval_ms", text)))
             return
-        session.interval, session.due = message.interval_ms / 1000, now
+        session.interval, session.due, session.rows = message.interval_ms / 1000, now, message.rows
 
     def _submit(self, session: Session, submit: Submit) -> None:
         if self.draining:
             seconds = max(1, round(self.options.drain_timeout))
             refused = Refused(submit.key, "draining", "", "the server is shutting down", seconds * 1000)
-            self._tell(session, encode(refused))
+            self._refuse(session, refused)
         elif self._unfinished(session) >= self.options.max_requests:
             most = self.options.max_requests
             text = f"this client has {most} unfinished requests, the most that one client may have"
-            self._tell(session, encode(Refused(submit.key, "overloaded", "key", text, 1000)))
+            self._refuse(session, Refused(submit.key, "overloaded", "key", text, 1000))
         elif self.engine is None:
             if len(self._early) >= self.options.limits.max_queued:
-                refused = Refused(
-                    submit.key, "overloaded", "max_queued", "too many requests wait for the workers", 1000
-                )
-                self._tell(session, encode(refused))
+                text = "too many requests wait for the workers"
+                self._refuse(session, Refused(submit.key, "overloaded", "max_queued", text, 1000))
             else:
                 self._early.append((session.owner, submit))
         else:
             self._step(Submitted(session.owner, submit))
+
+    def _refuse(self, session: Session, refused: Refused) -> None:
+        self.telemetry.count_refusal(refused.code)
+        self._tell(session, encode(refused))
 
     def _lost(self, session: Session) -> None:
         self._early = [e for e in self._early if e[0] != session.owner]
@@ -346,32 +348,25 @@ class ControlServer:
             self.replies_lost += 1
 
     def _welcome(self, session: Session) -> bytes:
-        engine, supervisor = self.engine, self.supervisor
-        limits, model = supervisor.limits, supervisor.model
-        return encode(
-            Welcome(
-                PROTOCOL_VERSION,
-                self.instance,
-                self.options.model_name or ("" if model is None else model.model),
-                supervisor.ready and not self.draining,
-                0 if limits is None else limits.max_model_len,
-                0 if model is None else model.vocab_size,
-                0 if limits is None else limits.block_size,
-                0 if engine is None else engine.max_sequence,
-                0 if limits is None else limits.max_num_seqs,
-                0 if limits is None else limits.token_budget,
-                () if model is None else model.eos_ids,
-                session.secret,
-                self.options.max_requests,
-            )
+        welcome = describe_service(
+            self.supervisor,
+            instance=self.instance,
+            name=self.options.model_name,
+            draining=self.draining,
+            max_sequence=0 if self.engine is None else self.engine.max_sequence,
+            session=session.secret,
+            max_requests=self.options.max_requests,
+            events="" if self._events is None else self._events.endpoint,
         )
+        return encode(welcome)
 
     def _welcome_all(self) -> None:
         self._told_ready = self.supervisor.ready
         for session in list(self.sessions.by_owner.values()):
             self._describe(session, "welcome", self._welcome(session))
 
-    def _status(self, nonce: int) -> StatusReply:
+    def _status(self, nonce: int, rows: int = 0) -> StatusReply:
+        now = time.monotonic()
         model = self.supervisor.model
         return StatusReply(
             nonce,
@@ -379,12 +374,14 @@ class ControlServer:
             self.options.model_name or ("" if model is None else model.model),
             self.supervisor.ready,
             self.draining,
-            self._values(),
+            self._values(now),
             [site.state for site in self.supervisor.sites],
+            request_rows(self.engine, self.telemetry, rows, now),
         )
 
-    def _values(self) -> dict[str, float]:
-        values = snapshot(self.engine, self.supervisor, len(self.sessions.by_owner), self.bad_frames)
+    def _values(self, now: float) -> dict[str, float]:
+        clients = len(self.sessions.by_owner)
+        values = snapshot(self.engine, self.supervisor, self.telemetry, clients, self.bad_frames, now)
         values["refused_connections_total"] = 0 if self.gatekeeper is None else self.gatekeeper.refused
         return {**values, **self.delivery.figures(), "client_replies_lost_total": self.replies_lost}
 
@@ -398,12 +395,13 @@ class ControlServer:
         self._ticked = now
         if not late:
             self._act(self.supervisor.tick(now))
-        status: bytes | None = None
+        statuses: dict[int, bytes] = {}  #: by rows of requests
         for session in list(self.sessions.by_owner.values()):
             if session.interval and now >= session.due:
                 session.due = now + session.interval
-                status = status or encode(self._status(0))
-                self._describe(session, "status", status)
+                if session.rows not in statuses:
+                    statuses[session.rows] = encode(self._status(0, session.rows))
+                self._describe(session, "status", statuses[session.rows])
         if now - self._second >= 1.0:
             self._second = now
             self._act(self.supervisor.beat())
@@ -413,6 +411,8 @@ class ControlServer:
         if self._deadline is not None and now >= self._deadline:
             log.warning("drain limit reached: what still runs is ended")
             self._finish()
+        if self._events is not None:
+            self.telemetry.watch(self._events.watched())
         # A descriptor that signals changes only may have signalled while nobody looked.
         self._workers.kick()
         self._clients.kick()
@@ -458,6 +458,8 @@ class ControlServer:
         self._clients.close()
         if self.gatekeeper is not None:
             self.gatekeeper.close()
+        if self._events is not None:
+            self._events.close()
         close_context(self._context)
 
 

@@ -41,6 +41,8 @@ class Session:
     #: Seconds between status messages it subscribed to, and when the next is due.
     interval: float = 0.0
     due: float = 0.0
+    #: Unfinished requests in each of them, at most.
+    rows: int = 0
 
 
 class Sessions:

@@ -1,35 +1,105 @@
-"""The control process's counters and gauges, flat, as clients and the metrics page see them."""
+"""The control process's counters and gauges, flat, as clients and the metrics page see them, and its requests."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from .core.engine import Engine
+from .core.sequence import Sequence
 from .supervision import Supervisor
+from .telemetry import Telemetry
+from .wire import PROTOCOL_VERSION, RequestRow, Welcome
+
+#: Percentiles of token times that are reported.
+QUANTILES = (0.5, 0.9, 0.99)
 
 
-def snapshot(engine: Engine | None, supervisor: Supervisor, clients: int, bad_frames: int) -> dict[str, float]:
+def figure(name: str, **labels: str | int) -> str:
+    """A figure's full name: ``figure("a", stage=1)`` is ``a{stage="1"}``. Values are plain words and numbers."""
+    inside = ",".join(f'{label}="{value}"' for label, value in labels.items())
+    return f"{name}{{{inside}}}" if inside else name
+
+
+def describe_service(
+    supervisor: Supervisor,
+    *,
+    instance: int,
+    name: str | None,
+    draining: bool,
+    max_sequence: int,
+    session: int,
+    max_requests: int,
+    events: str,
+) -> Welcome:
+    """What a client is told of the service; zeros where nothing is known before a worker has dialled in."""
+    limits, model = supervisor.limits, supervisor.model
+    return Welcome(
+        PROTOCOL_VERSION,
+        instance,
+        name or ("" if model is None else model.model),
+        supervisor.ready and not draining,
+        0 if limits is None else limits.max_model_len,
+        0 if model is None else model.vocab_size,
+        0 if limits is None else limits.block_size,
+        max_sequence,
+        0 if limits is None else limits.max_num_seqs,
+        0 if limits is None else limits.token_budget,
+        () if model is None else model.eos_ids,
+        session,
+        max_requests,
+        events,
+    )
+
+
+def snapshot(
+    engine: Engine | None, supervisor: Supervisor, telemetry: Telemetry, clients: int, bad_frames: int, now: float
+) -> dict[str, float]:
     """Name to number. Names ending in ``_total`` only grow during the life of the process."""
     values: dict[str, float] = {
         "clients": clients,
         "bad_frames_total": bad_frames,
         "worker_restarts_total": supervisor.restarts,
         "audit_failures_total": supervisor.audit_failures,
+        "epochs_total": supervisor.epochs_begun,
+        "epochs_lost_total": supervisor.epochs_lost,
         "replicas_up": sum(site.state == "up" for site in supervisor.sites),
         "replicas": len(supervisor.sites),
     }
     if supervisor.limits is not None:
         values["token_budget"] = supervisor.limits.token_budget
         values["max_queued"] = supervisor.limits.max_queued
-    if engine is None:
-        return values
+        values["max_num_seqs"] = supervisor.limits.max_num_seqs * len(supervisor.sites)
+    for code, count in telemetry.refused.items():
+        values[figure("requests_refused_total", code=code)] = count
+    for reason, count in telemetry.ended.items():
+        values[figure("requests_ended_total", reason=reason)] = count
+    for site in supervisor.sites:
+        for stage, account in site.accounts.items():
+            place = {"replica": site.index, "stage": stage}
+            values[figure("stage_iterations_total", **place)] = account.iterations
+            values[figure("stage_plans_late_total", **place)] = account.late
+            values[figure("stage_busy_seconds_total", **place)] = account.busy_us / 1e6
+            values[figure("stage_idle_seconds_total", **place)] = account.idle_us / 1e6
+            values[figure("stage_plan_late_seconds_total", **place)] = account.late_us / 1e6
+    if engine is not None:
+        values |= _scheduled(engine) | _given(telemetry, now)
+    return values
+
+
+def _scheduled(engine: Engine) -> dict[str, float]:
+    """What the core holds and has done."""
     replicas = engine.replicas.values()
     pools = [replica.pool for replica in replicas]
     blocks = sum(pool.num_blocks for pool in pools)
     used = sum(pool.held for pool in pools)
-    values |= {
+    return {
         "num_requests_running": sum(len(replica.running) for replica in replicas),
         "num_requests_waiting": len(engine.homeless)
         + sum(map(len, engine.parked.values()))
         + sum(len(replica.waiting) for replica in replicas),
+        "num_tokens_waiting": sum(seq.known for seq in engine.homeless)
+        + sum(seq.known for followers in engine.parked.values() for seq in followers)
+        + sum(replica.queued_tokens for replica in replicas),
         "num_decoding": sum(lane.count for replica in replicas for lane in replica.lanes),
         "kv_blocks": blocks,
         "kv_blocks_used": used,
@@ -43,12 +113,59 @@ def snapshot(engine: Engine | None, supervisor: Supervisor, clients: int, bad_fr
         "prefix_cache_hits_total": engine.counters["cache_hits"] + sum(r.cache_hits for r in replicas),
         "iterations_total": engine.counters["iterations"] + sum(r.step for r in replicas),
     }
-    for site in supervisor.sites:
-        for stage, account in site.accounts.items():
-            name = f"replica{site.index}_stage{stage}"
-            values[f"{name}_iterations_total"] = account.iterations
-            values[f"{name}_plans_late_total"] = account.late
-            values[f"{name}_busy_seconds_total"] = account.busy_us / 1e6
-            values[f"{name}_idle_seconds_total"] = account.idle_us / 1e6
-            values[f"{name}_plan_late_seconds_total"] = account.late_us / 1e6
+
+
+def _given(telemetry: Telemetry, now: float) -> dict[str, float]:
+    """What was in the iterations, and when tokens came out."""
+    times = telemetry.times
+    values: dict[str, float] = {
+        "iteration_decode_tokens_total": telemetry.decode_tokens,
+        "iteration_prefill_tokens_total": telemetry.chunk_tokens,
+        "iteration_budget_tokens_total": telemetry.budget_tokens,
+        "tokens_given_out_total": times.tokens,
+    }
+    for kind, count in telemetry.iterations.items():
+        values[figure("iterations_by_kind_total", kind=kind)] = count
+    for name, histogram in (("recent_ttft_seconds", times.ttft), ("recent_tbt_seconds", times.tbt)):
+        found = histogram.percentiles(QUANTILES, now)
+        for share, value in zip(QUANTILES, found or (), strict=False):
+            values[figure(name, quantile=f"{share:g}")] = value
     return values
+
+
+def request_rows(engine: Engine | None, telemetry: Telemetry, most: int, now: float) -> list[RequestRow]:
+    """At most ``most`` unfinished requests: those that run, then those that wait, each by admission order."""
+    if engine is None or not most:
+        return []
+    rows: list[RequestRow] = []
+    for replica, seq in _unfinished(engine):
+        if len(rows) == most:
+            break
+        received = seq.received
+        age = now - telemetry.times.arrived(seq.owner, seq.key, now)
+        rows.append(
+            RequestRow(
+                seq.request,
+                replica,
+                seq.phase.name.lower(),
+                seq.prompt_len,
+                min(seq.planned, seq.prompt_len),
+                seq.cached,
+                received - seq.prompt_len,
+                seq.max_len - seq.prompt_len,
+                int(age * 1000),
+            )
+        )
+    return rows
+
+
+def _unfinished(engine: Engine) -> Iterator[tuple[int | None, Sequence]]:
+    replicas = engine.replicas.values()
+    for replica in replicas:
+        yield from ((replica.index, seq) for seq in replica.running)
+        yield from ((replica.index, seq) for seq in replica.settling)
+    for replica in replicas:
+        yield from ((replica.index, seq) for seq in replica.waiting)
+    yield from ((None, seq) for seq in engine.homeless)
+    for followers in engine.parked.values():
+        yield from ((None, seq) for seq in followers)

@@ -149,6 +149,8 @@ class Supervisor:
         self.sites = [Site(i) for i in range(replicas)]
         self.epoch = epoch
         self.restarts = 0
+        self.epochs_begun = 0  #: in which a replica came up
+        self.epochs_lost = 0
         self.audit_failures = 0
         self.hang_timeout = hang_timeout
         self._links = links
@@ -340,6 +342,7 @@ class Supervisor:
         if not all(p.started for p in site.peers.values()):
             return []
         site.state, site.since, site.waiting_since = "up", now, now
+        self.epochs_begun += 1
         log.info("replica up", replica=site.index, epoch=site.epoch)
         return [Occur(ReplicaUp(site.index, site.epoch, self.stages, site.num_blocks, site.num_slots))]
 
@@ -395,6 +398,11 @@ class Supervisor:
         site.inflight.append((step, plan.digest))
         if plan.digest is not None:
             site.digests[step] = plan.digest
+
+    def place_of(self, identity: bytes) -> tuple[int, int] | None:
+        """Replica and stage of a worker's first rank."""
+        known = self._workers.get(identity)
+        return None if known is None or known[1].hello.rank else (known[0].index, known[1].hello.stage)
 
     def identities(self, replica: int) -> Iterable[bytes]:
         """Every rank of a replica."""
@@ -455,7 +463,10 @@ class Supervisor:
         if was == "down":
             return []
         log.warning("epoch over", replica=site.index, epoch=site.epoch, reason=reason)
-        return [Occur(ReplicaLost(site.index))] if was == "up" else []
+        if was != "up":
+            return []
+        self.epochs_lost += 1
+        return [Occur(ReplicaLost(site.index))]
 
     def out_of_step(self, replica: int, reason: str, now: float) -> list[Action]:
         """The core found a result that contradicts the plans."""

@@ -113,5 +113,11 @@ class Sequence:
         lane = self.lane
         return self.computed if lane is None else self.join_known - 1 + lane.tick - self.join_tick
 
+    @property
+    def received(self) -> int:
+        """Prompt tokens, and those of all results that have come, also if they were not collected yet."""
+        lane, known = self.lane, self.known
+        return known if lane is None else max(known, self.join_known + lane.done - self.join_tick)
+
     def __repr__(self) -> str:
         return f"<sequence {self.order} {self.phase.name} known={self.known} slot={self.slot}>"

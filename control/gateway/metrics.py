@@ -1,13 +1,14 @@
-"""Prometheus metrics of one gateway: what it sees of its requests, and the control process's figures as gauges.
+"""Prometheus metrics of one gateway: what it sees of its requests, and the control process's figures.
 
 Names, units and buckets follow vLLM's, with the prefix ``evenflow_``; each series carries ``model_name``.
+``docs/metrics.md`` says what each one means, and a test holds it to that.
 """
 
 import re
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from ..wire import StatusReply
@@ -23,7 +24,9 @@ _WHOLE = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
     120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
-_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*\Z")
+#: A figure's name, its labels, and one of them: ``name{label="value",label="value"}``.
+_FIGURE = re.compile(r"([a-zA-Z_][a-zA-Z0-9_]*)(?:\{(.*)\})?\Z")
+_LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="([^"\\]*)"(?:,|\Z)')
 #: Series that the gateway counts itself; the control process's figures of the same name are left out.
 _OWN = frozenset(
     {
@@ -121,8 +124,16 @@ class _ControlFigures:
         status = self._status()
         if status is not None:
             figures |= {"ready": float(status.ready), "draining": float(status.draining), **status.values}
-        for name, value in figures.items():
-            if _NAME.match(name) and name not in _OWN:
-                family = GaugeMetricFamily(f"evenflow_{name}", "Of the control process.", labels=["model_name"])
-                family.add_metric([self._model_name], value)
-                yield family
+        families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
+        for figure, value in figures.items():
+            parsed = _FIGURE.match(figure)
+            if parsed is None or parsed[1] in _OWN:
+                continue
+            name, labels = parsed[1], {"model_name": self._model_name, **dict(_LABEL.findall(parsed[2] or ""))}
+            family = families.get(name)
+            if family is None:
+                kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+                family = kind(f"evenflow_{name}", "Of the control process.", labels=list(labels))
+                families[name] = family
+            family.add_metric(list(labels.values()), value)
+        yield from families.values()

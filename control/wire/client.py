@@ -91,16 +91,24 @@ class Abort(Struct, array_like=True, frozen=True, tag=34):
     key: U64
 
 
+#: Most rows of a ``StatusReply``.
+MAX_ROWS = 1024
+Rows = Annotated[int, Meta(ge=0, le=MAX_ROWS)]
+
+
 class Status(Struct, array_like=True, frozen=True, tag=35):
-    """Ask for one ``StatusReply``."""
+    """Ask for one ``StatusReply``, with at most ``rows`` of the unfinished requests."""
 
     nonce: U64 = 0
+    rows: Rows = 0
 
 
 class Subscribe(Struct, array_like=True, frozen=True, tag=36):
     """Ask for a ``StatusReply`` every ``interval_ms`` milliseconds until 0 is sent or the client goes silent."""
 
     interval_ms: Annotated[int, Meta(ge=0, le=60_000)] = 1000
+    #: Unfinished requests in each reply, at most.
+    rows: Rows = 0
 
 
 class ClientPing(Struct, array_like=True, frozen=True, tag=37):
@@ -129,6 +137,8 @@ class Welcome(Struct, array_like=True, frozen=True, tag=48):
     eos_ids: StopIds = ()
     session: U64 = 0
     max_requests: U32 = 0
+    #: Where iteration records are published; empty if they are not.
+    events: Text = ""
 
 
 #: ``End.slot`` of a request that owned none.
@@ -231,8 +241,31 @@ class Refused(Struct, array_like=True, frozen=True, tag=50):
     retry_after_ms: U32 = 0
 
 
+class RequestRow(Struct, array_like=True, frozen=True):
+    """An unfinished request. ``phase``: ``waiting``, ``prefill``, ``decode``, or ``settling`` (it left its lane, its
+    last results are on their way).
+
+    Tokens: ``prompt``, of which ``computed`` are done and ``cached`` were found in the prefix cache; ``output`` so
+    far, of at most ``limit``. ``age_ms`` counts from its arrival in this life of the control process.
+    """
+
+    request: Name
+    replica: U16 | None
+    phase: Annotated[str, Meta(max_length=16)]
+    prompt: Count
+    computed: Count
+    cached: Count
+    output: Count
+    limit: Count
+    age_ms: U64
+
+
 class StatusReply(Struct, array_like=True, frozen=True, tag=51):
-    """Counters and gauges of the control process, flat: name to number."""
+    """Counters and gauges of the control process, flat: name to number, labels in the name as Prometheus writes them.
+
+    ``requests`` are the unfinished ones that were asked for: those that run, then those that wait, each by admission
+    order.
+    """
 
     nonce: U64
     instance: U64
@@ -241,6 +274,7 @@ class StatusReply(Struct, array_like=True, frozen=True, tag=51):
     draining: bool
     values: dict[Name, float]
     replicas: list[str] = []
+    requests: Annotated[list[RequestRow], Meta(max_length=MAX_ROWS)] = []
 
 
 class Unknown(Struct, array_like=True, frozen=True, tag=52):

@@ -7,6 +7,7 @@ from msgspec import msgpack
 
 from .client import FromClient, ToClient
 from .fields import MAX_MESSAGE_BYTES
+from .records import IterationRecord
 from .worker import FromWorker, ToWorker
 
 #: Raised only when a change cannot be expressed by appending fields.
@@ -25,6 +26,7 @@ _to_worker = msgpack.Decoder(ToWorker)
 _from_worker = msgpack.Decoder(FromWorker)
 _to_client = msgpack.Decoder(ToClient)
 _from_client = msgpack.Decoder(FromClient)
+_record = msgpack.Decoder(IterationRecord)
 
 
 def _checked(decoder: msgpack.Decoder[_T], frame: bytes | memoryview) -> _T:
@@ -54,3 +56,8 @@ def decode_to_client(frame: bytes | memoryview) -> ToClient:
 def decode_from_client(frame: bytes | memoryview) -> FromClient:
     """Decode what the control process receives from a client. Raises ``WireError``."""
     return _checked(_from_client, frame)
+
+
+def decode_record(frame: bytes | memoryview) -> IterationRecord:
+    """Decode what a subscriber of the ``events`` socket receives. Raises ``WireError``."""
+    return _checked(_record, frame)

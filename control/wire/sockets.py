@@ -34,6 +34,10 @@ MAX_IPC_PATH = 107
 DEFAULT_HWM = 4096
 #: Messages on their way to one client, at each end: a client that reads too slowly gets few large ones soon.
 CLIENT_HWM = 256
+#: Records that wait for a subscriber, who misses what comes while it is full; nobody else is held up.
+EVENTS_HWM = 256
+#: A subscriber has nothing to say but its subscriptions.
+_MAX_SUBSCRIPTION_BYTES = 1024
 #: How soon a lost connection is tried again, in milliseconds, and the slowest retry.
 _RECONNECT_MS = 20
 _RECONNECT_MAX_MS = 500
@@ -134,6 +138,20 @@ def bind_tcp(
 def bind_clients(context: zmq.Context[Socket], endpoint: str) -> Socket:
     """The control process's ROUTER for its clients."""
     return bind_router(context, endpoint, send_hwm=CLIENT_HWM)
+
+
+def bind_publisher(context: zmq.Context[Socket], endpoint: str) -> Socket:
+    """An XPUB on ``endpoint``: it drops what a subscriber has no room for, and can be asked who subscribes."""
+    publisher = _make(context, zmq.XPUB, EVENTS_HWM)
+    publisher.setsockopt(zmq.MAXMSGSIZE, _MAX_SUBSCRIPTION_BYTES)
+    return _bind(publisher, endpoint, open_tcp=False)
+
+
+def dial_publisher(context: zmq.Context[Socket], endpoint: str, *, hwm: int = DEFAULT_HWM) -> Socket:
+    """A SUB that gets all messages of a publisher. It dials again by itself whenever the publisher is lost."""
+    subscriber = _make(context, zmq.SUB, hwm)
+    subscriber.setsockopt(zmq.SUBSCRIBE, b"")
+    return _connect(subscriber, endpoint)
 
 
 def dial_dealer(

@@ -164,7 +164,8 @@ def test_control_command() -> None:
     argv = build_plan(options, RUN, 7, 8, {}).control.argv
     assert argv[1:4] == ("-P", "-m", "evenflow.control")
     assert argv[4:] == (
-        "--workers", "ipc:///run/x/workers", "--clients", "ipc:///run/x/clients", "--links", "/dev/shm/x",
+        "--workers", "ipc:///run/x/workers", "--clients", "ipc:///run/x/clients",
+        "--events", "ipc:///run/x/events", "--links", "/dev/shm/x",
         "--replicas", "3", "--stages", "2", "--token-budget", "64", "--max-num-seqs", "256",
         "--drain-timeout", "30", "--served-model-name", "name", "--log-level", "info",
         "--max-model-len", "100", "--no-prefix-cache", "--prefill-share", "0", "--hang-timeout", "2",

@@ -14,7 +14,8 @@ from evenflow.cli.keys import add_peer, make_keys
 from evenflow.control.client import AsyncClient, Client
 from evenflow.control.core.events import Limits
 from evenflow.control.gatekeeper import Door
-from evenflow.control.server import TICK_S, ControlOptions, ControlServer
+from evenflow.control.options import ControlOptions
+from evenflow.control.server import TICK_S, ControlServer
 from evenflow.control.wire import PROTOCOL_VERSION, LauncherHello, encode
 from evenflow.control.wire.dialling import Dialling, dial_followed
 from evenflow.control.wire.keys import KeyFault, dial_keys, server_keys

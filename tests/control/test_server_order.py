@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import zmq
 from evenflow.control.core.events import Limits
-from evenflow.control.server import ControlOptions, ControlServer
+from evenflow.control.options import ControlOptions
+from evenflow.control.server import ControlServer
 from evenflow.control.wire import Hello, Result, Started, Submit, Tick, decode_to_client
 
 

@@ -22,7 +22,7 @@ import httpx
 import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-from live_server import HttpStream, LiveServer, Watch, live, wait_for  # noqa: E402
+from live_server import HttpStream, LiveServer, Watch, live, wait_for
 
 KINDS = 60
 RATE = 6.0  #: requests a second

@@ -14,6 +14,7 @@ from evenflow.control.wire import (
     FromWorker,
     Heartbeat,
     Hello,
+    IterationRecord,
     KillWorker,
     LauncherHello,
     Logprobs,
@@ -24,10 +25,12 @@ from evenflow.control.wire import (
     Redial,
     Refused,
     Register,
+    RequestRow,
     Result,
     Resync,
     Run,
     Sampling,
+    StageTimes,
     Start,
     Started,
     Status,
@@ -44,6 +47,7 @@ from evenflow.control.wire import (
     WorkerExited,
     decode_from_client,
     decode_from_worker,
+    decode_record,
     decode_to_client,
     decode_to_worker,
 )
@@ -54,6 +58,7 @@ DECODERS = [
     (FromWorker, decode_from_worker),
     (ToClient, decode_to_client),
     (FromClient, decode_from_client),
+    (IterationRecord, decode_record),
 ]
 
 
@@ -219,20 +224,21 @@ GOLDEN = [
         "922205",
     ),
     (
-        Status(3),
-        "922303",
+        Status(3, 8),
+        "93230308",
     ),
     (
         Subscribe(250),
-        "9224ccfa",
+        "9324ccfa00",
     ),
     (
         ClientPing(),
         "9125",
     ),
     (
-        Welcome(1, 77, "smollm2-135m", True, 8192, 49152, 16, 65536, 128, 256, (2,), 2**62, 8192),
-        "9e30014dac736d6f6c6c6d322d3133356dc3cd2000cdc00010ce00010000cc80cd01009102cf4000000000000000cd2000",
+        Welcome(1, 77, "smollm2-135m", True, 8192, 49152, 16, 65536, 128, 256, (2,), 2**62, 8192, "ipc:///e"),
+        "9f30014dac736d6f6c6c6d322d3133356dc3cd2000cdc00010ce00010000cc80cd01009102cf4000000000000000cd2000"
+        "a86970633a2f2f2f65",
     ),
     (
         Tick(4, 300, b"\x06", True, u32(0, 11, 12), u16(1), u64(5), [End(6, 2, "stop", 9, 16)], 1),
@@ -266,11 +272,22 @@ GOLDEN = [
         "9632c0a870726f746f636f6ca0a976657273696f6e2039cd03e8",
     ),
     (
-        StatusReply(3, 77, "smollm2-135m", True, False, {"running": 2.0}, ["ready"]),
-        "9833034dac736d6f6c6c6d322d3133356dc3c281a772756e6e696e67cb400000000000000091a57265616479",
+        StatusReply(
+            *(3, 77, "smollm2-135m", True, False, {"running": 2.0}, ["up"]),
+            [RequestRow("r", None, "waiting", 9, 0, 0, 0, 16, 250)],
+        ),
+        "9933034dac736d6f6c6c6d322d3133356dc3c281a772756e6e696e67cb400000000000000091a275709199a172c0a777616974696e67"
+        "0900000010ccfa",
     ),
     (
         Unknown(77),
         "92344d",
+    ),
+    (
+        IterationRecord(
+            *(1, 7, 300, 0, 10, 20, 90, [StageTimes(21, 30, 70, 5, 3)]),
+            *(260, 256, 1, 4, 512, 70000, 2, 900, 257, 100, 20, 30, 1),
+        ),
+        "dc0016400107cd012c000a145a9195151e460503cd0104cd01000104cd0200ce0001117002cd0384cd010164141e01",
     ),
 ]

@@ -8,7 +8,9 @@ import contextlib
 
 import zmq
 from evenflow.control.core.events import Limits
-from evenflow.control.server import TICK_S, ControlOptions, ControlServer, Door
+from evenflow.control.gatekeeper import Door
+from evenflow.control.options import ControlOptions
+from evenflow.control.server import TICK_S, ControlServer
 from evenflow.control.wire import BatchPlan, Heartbeat, Start, Started, Submit, decode_to_worker, encode
 from evenflow.control.wire.sockets import Socket, bound_endpoint, close_context, dial_dealer, new_context
 from evenflow.dataplane.batch import ModelInfo

@@ -21,6 +21,7 @@ from evenflow.control.wire import (
     WireError,
     decode_from_client,
     decode_from_worker,
+    decode_record,
     decode_to_client,
     decode_to_worker,
     encode,
@@ -29,7 +30,7 @@ from evenflow.control.wire.fields import MAX_MESSAGE_BYTES, MAX_TOKENS
 from hypothesis import given
 from hypothesis import strategies as st
 
-DECODERS = [decode_to_worker, decode_from_worker, decode_to_client, decode_from_client]
+DECODERS = [decode_to_worker, decode_from_worker, decode_to_client, decode_from_client, decode_record]
 
 u16 = st.integers(0, 2**16 - 1)
 u32 = st.integers(0, 2**32 - 1)

@@ -1,0 +1,136 @@
+"""What the control process knows of its own work, beside the core: counts, token times, iteration records. Sans-I/O.
+
+The server reports what it does; ``status`` reads the sums, the events socket gets the records. A record is put
+together only while somebody listens (``watched``); the rest is a few additions an iteration.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from .core.events import Delivered, Rejected, SendPlan, Submitted
+from .core.replica import Replica
+from .latency import TokenTimes
+from .wire import IterationRecord, Result, StageTimes
+
+#: Iterations of a replica that wait for the results of all stages, at most: more are out only if something is wrong.
+MAX_OPEN = 1024
+
+
+class _Draft:
+    """The record of an iteration that was sent and has not come back from all stages."""
+
+    __slots__ = ("record", "returned_us", "stages")
+
+    def __init__(self, record: IterationRecord, stages: int) -> None:
+        self.record = record
+        self.stages: list[StageTimes | None] = [None] * stages
+        self.returned_us = 0
+
+
+class Telemetry:
+    """One for the life of a control process."""
+
+    def __init__(self) -> None:
+        self.times = TokenTimes()
+        self.watched = False  #: somebody listens to records
+        self.iterations = {"decode": 0, "prefill": 0, "mixed": 0}
+        self.decode_tokens = 0
+        self.chunk_tokens = 0
+        self.budget_tokens = 0
+        self.ended: dict[str, int] = dict.fromkeys(("stop", "length", "abort", "error"), 0)
+        self.refused: dict[str, int] = {}
+        self._open: dict[int, dict[tuple[int, int], _Draft]] = {}
+
+    # ---- requests --------------------------------------------------------------------------------------------
+
+    def submitted(self, event: Submitted, now: float) -> None:
+        """A request is given to the core, which may yet refuse it (``rejected``)."""
+        self.times.submitted(event.owner, event.submit.key, now)
+
+    def rejected(self, effect: Rejected) -> None:
+        if effect.field != "key":
+            # Else the key is that of a request that runs.
+            self.times.forget(effect.owner, effect.key)
+        self.count_refusal(effect.code)
+
+    def count_refusal(self, code: str) -> None:
+        self.refused[code] = self.refused.get(code, 0) + 1
+
+    def delivered(self, effect: Delivered, lane: int, now: float) -> None:
+        """Tokens of ``lane`` (any number if there are none) and ends are given out."""
+        self.times.delivered(effect, lane, now)
+        for ended in effect.ends:
+            if ended.reason != "paused":
+                self.ended[ended.reason] = self.ended.get(ended.reason, 0) + 1
+
+    def epoch_over(self, replica: int) -> None:
+        """After the core has given out what the replica's loss ends."""
+        self.times.epoch_over(replica)
+        self._open.pop(replica, None)
+
+    def watch(self, watched: bool) -> None:
+        """Whether somebody listens to records from now on."""
+        self.watched = watched
+        if not watched:
+            self._open.clear()
+
+    # ---- iterations ------------------------------------------------------------------------------------------
+
+    def planned(self, send: SendPlan, replica: Replica, now: float, sent: float) -> None:
+        """A plan of ``replica``, which the core made at ``now``, was sent at ``sent`` (seconds)."""
+        decodes = send.decodes
+        chunk_tokens = send.tokens - decodes
+        self.iterations["mixed" if decodes and chunk_tokens else "decode" if decodes else "prefill"] += 1
+        self.decode_tokens += decodes
+        self.chunk_tokens += chunk_tokens
+        self.budget_tokens += replica.limits.token_budget
+        if self.watched:
+            self._draft(send, replica, now, sent)
+
+    def _draft(self, send: SendPlan, replica: Replica, now: float, sent: float) -> None:
+        plan, pool = send.plan, replica.pool
+        drafts = self._open.setdefault(send.replica, {})
+        if len(drafts) >= MAX_OPEN:
+            drafts.clear()
+        record = IterationRecord(
+            replica=send.replica,
+            epoch=plan.epoch,
+            step=plan.step,
+            lane=plan.lane,
+            planned_us=int(now * 1e6),
+            sent_us=int(sent * 1e6),
+            returned_us=0,
+            stages=[],
+            tokens=send.tokens,
+            decodes=send.decodes,
+            chunks=len(plan.chunk_slots) >> 1,
+            chunk_tokens=send.tokens - send.decodes,
+            budget=replica.limits.token_budget,
+            kv_tokens=send.kv_tokens,
+            queued=len(replica.waiting),
+            queued_tokens=replica.queued_tokens,
+            running=len(replica.running),
+            blocks_used=pool.held,
+            blocks_cached=pool.evictable,
+            blocks_free=len(pool.free),
+            preemptions=replica.preemptions,
+        )
+        drafts[plan.epoch, plan.step] = _Draft(record, replica.stages)
+
+    def returned(self, replica: int, stage: int, result: Result, now: float) -> IterationRecord | None:
+        """A stage's result was taken up at ``now``. The record, if it was the last one missing."""
+        drafts = self._open.get(replica)
+        draft = None if drafts is None else drafts.get((result.epoch, result.step))
+        if drafts is None or draft is None or stage >= len(draft.stages):
+            return None
+        draft.stages[stage] = StageTimes(
+            result.received_us, result.started_us, result.ended_us, result.idle_us, result.starved_us
+        )
+        if stage == len(draft.stages) - 1:
+            draft.returned_us = int(now * 1e6)
+        stages = [times for times in draft.stages if times is not None]
+        if len(stages) < len(draft.stages):
+            return None
+        del drafts[result.epoch, result.step]
+        return replace(draft.record, returned_us=draft.returned_us, stages=stages)
