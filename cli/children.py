@@ -88,6 +88,7 @@ def gateway_argv(options: ServeOptions, run: RunDir, fd: int) -> list[str]:
         *("--fd", str(fd)),
         *("--drain-timeout", f"{options.drain_timeout + _GATEWAY_MARGIN:g}"),
         *("--parent", str(os.getpid())),
+        *([] if options.generation_config else ["--no-generation-config"]),
     ]
 
 

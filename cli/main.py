@@ -172,6 +172,14 @@ def serve(
             help="Share of the prefill tokens kept for the next requests; 0 is the paper's Algorithm 3.",
         ),
     ] = None,
+    generation_config: Annotated[
+        bool,
+        typer.Option(
+            "--generation-config/--no-generation-config",
+            envvar=_env("generation_config"),
+            help="Draw as the model's generation_config.json says where a request says nothing.",
+        ),
+    ] = True,
     drain_timeout: Annotated[
         float,
         typer.Option(
@@ -233,6 +241,7 @@ def serve(
             port=port,
             prefix_caching=enable_prefix_caching,
             prefill_share=prefill_share,
+            generation_config=generation_config,
             drain_timeout=drain_timeout,
             hang_timeout=hang_timeout,
             attention_backend=attention_backend,
@@ -252,6 +261,14 @@ _Url = Annotated[
 _MaxTokens = Annotated[int | None, typer.Option("--max-tokens", help="Most tokens of the answer.")]
 _Temperature = Annotated[float | None, typer.Option("--temperature", help="0 takes the likeliest token.")]
 _TopP = Annotated[float | None, typer.Option("--top-p", help="Draw from the likeliest with this total.")]
+_TopK = Annotated[int | None, typer.Option("--top-k", help="Draw from so many of the likeliest.")]
+_MinP = Annotated[
+    float | None, typer.Option("--min-p", help="Only what is this fraction as likely as the best.")
+]
+_Repetition = Annotated[
+    float | None, typer.Option("--repetition-penalty", help="Above 1: less of what has been said before.")
+]
+_Stop = Annotated[list[str] | None, typer.Option("--stop", help="End before this text. Repeatable.")]
 _Seed = Annotated[int | None, typer.Option("--seed", help="Same seed, same answer.")]
 
 
@@ -267,6 +284,10 @@ def generate(
     max_tokens: _MaxTokens = 64,
     temperature: _Temperature = 0.0,
     top_p: _TopP = None,
+    top_k: _TopK = None,
+    min_p: _MinP = None,
+    repetition_penalty: _Repetition = None,
+    stop: _Stop = None,
     seed: _Seed = None,
     url: Annotated[str | None, typer.Option("--url", help="Use this running server.")] = None,
     stages: Annotated[int, typer.Option("--stages", "-pp", help="As for serve.")] = 1,
@@ -277,7 +298,16 @@ def generate(
     from .openai_http import Draw
 
     text = sys.stdin.read() if prompt is None else prompt
-    draw = Draw(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    draw = Draw(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        stop=tuple(stop or ()) or None,
+        seed=seed,
+    )
     raise typer.Exit(run_generate(model, url, text, draw, stages, dtype.value))
 
 
@@ -289,13 +319,26 @@ def chat(
     max_tokens: _MaxTokens = None,
     temperature: _Temperature = None,
     top_p: _TopP = None,
+    top_k: _TopK = None,
+    min_p: _MinP = None,
+    repetition_penalty: _Repetition = None,
+    stop: _Stop = None,
     seed: _Seed = None,
 ) -> None:
     """Talk with a running server."""
     from .chat import run_chat
     from .openai_http import Draw
 
-    draw = Draw(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    draw = Draw(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        stop=tuple(stop or ()) or None,
+        seed=seed,
+    )
     raise typer.Exit(run_chat(url, model, system, draw))
 
 

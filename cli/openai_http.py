@@ -7,7 +7,7 @@ evenflow.
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import httpx
@@ -28,16 +28,15 @@ class Draw:
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop: tuple[str, ...] | None = None
     seed: int | None = None
 
-    def fields(self) -> dict[str, float | int]:
-        pairs = (
-            ("max_tokens", self.max_tokens),
-            ("temperature", self.temperature),
-            ("top_p", self.top_p),
-            ("seed", self.seed),
-        )
-        return {name: value for name, value in pairs if value is not None}
+    def fields(self) -> dict[str, Any]:
+        """Those that were given, as a request has them."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def base_url(url: str | None) -> str:

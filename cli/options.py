@@ -55,6 +55,7 @@ class ServeOptions:
     port: int = 8000
     prefix_caching: bool = True
     prefill_share: float | None = None
+    generation_config: bool = True
     drain_timeout: float = 30.0
     hang_timeout: float | None = None
     attention_backend: str | None = None

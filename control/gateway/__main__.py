@@ -14,6 +14,7 @@ from ... import __version__
 from ..logs import configure
 from ..wire.lifeline import ParentGone, die_with_parent
 from ..wire.location import ModelNotFound, locate_model
+from .defaults import SamplingDefaults, read_defaults
 from .scripted import SCRIPTED, scripted_text_model
 from .server import serve
 from .tokenizer import TokenizerError, load_text_model
@@ -30,12 +31,15 @@ def main(arguments: list[str] | None = None) -> int:
         die_with_parent(options.parent)
         # The port is bound before the model is read: a port that is taken is found at once.
         listener = _listener(options.fd, options.host, options.port)
+        defaults = SamplingDefaults()
         if options.model == SCRIPTED:
             name, model = SCRIPTED, scripted_text_model()
         else:
             path = locate_model(options.model)
             name = path.stem if Path(options.model).exists() else options.model
             model = load_text_model(path)
+            if options.generation_config and path.is_dir():
+                defaults = read_defaults(path)
     except (ModelNotFound, TokenizerError, ParentGone) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -49,6 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
         names=options.served_model_name or [name],
         version=__version__,
         drain_seconds=options.drain_timeout,
+        defaults=defaults,
     )
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(work)
@@ -66,6 +71,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--served-model-name", action="append", help="repeatable; the first is written into answers")
     parser.add_argument("--drain-timeout", type=float, default=30.0, help="seconds for running requests at the end")
+    parser.add_argument(
+        "--no-generation-config",
+        dest="generation_config",
+        action="store_false",
+        help="leave the model's generation_config.json aside",
+    )
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     parser.add_argument("--parent", type=int, help="process id of the parent that starts this")
     return parser

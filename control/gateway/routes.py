@@ -167,6 +167,7 @@ class Routes:
             "root": self._service.names[0],
             "parent": None,
             "max_model_len": length or None,
+            "default_sampling": self._service.defaults.fields(),
         }
 
     async def _chat_ids(

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from ..client import draw_seed
 from ..wire import Sampling
+from .defaults import SamplingDefaults
 from .errors import invalid
 from .limits import MAX_LOGIT_BIASES, RANGES
 from .schema import ChatRequest, CommonFields, CompletionRequest
@@ -54,19 +55,21 @@ def wanted_prompt_logprobs(request: CommonFields, logprobs: int) -> int:
     return max(echoed, -1 if asked is None else asked)
 
 
-def read_sampling(request: CommonFields, vocab_size: int) -> Sampling:
+def read_sampling(request: CommonFields, vocab_size: int, defaults: SamplingDefaults) -> Sampling:
     """How the first choice is drawn; the others differ in ``index`` only. Raises ``ApiError``."""
-    temperature = 1.0 if request.temperature is None else request.temperature
+    temperature = defaults.temperature if request.temperature is None else request.temperature
+    top_k = defaults.top_k if request.top_k is None else request.top_k
+    repetition = request.repetition_penalty
     seed = draw_seed() if request.seed is None else request.seed & ((1 << 63) - 1)
     bias_ids, bias_values = _read_biases(request.logit_bias or {}, vocab_size)
     logprobs = wanted_logprobs(request)
     return Sampling(
         temperature=0.0 if temperature < _MIN_TEMPERATURE else temperature,
-        top_k=max(0, request.top_k or 0),
-        top_p=max(_MIN_TOP_P, 1.0 if request.top_p is None else request.top_p),
+        top_k=max(0, top_k),
+        top_p=max(_MIN_TOP_P, defaults.top_p if request.top_p is None else request.top_p),
         seed=seed or _SEED_OF_0,
-        min_p=request.min_p or 0.0,
-        repetition=1.0 if request.repetition_penalty is None else request.repetition_penalty,
+        min_p=defaults.min_p if request.min_p is None else request.min_p,
+        repetition=defaults.repetition_penalty if repetition is None else repetition,
         presence=request.presence_penalty or 0.0,
         frequency=request.frequency_penalty or 0.0,
         bias_ids=bias_ids,

@@ -19,6 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ..client import AsyncClient
 from .app import build_app
+from .defaults import SamplingDefaults
 from .limits import HEAD_SECONDS, MAX_HEADER_BYTES
 from .service import Service
 from .tokenizer import TextModel
@@ -105,12 +106,13 @@ async def serve(
     names: list[str],
     version: str,
     drain_seconds: float,
+    defaults: SamplingDefaults,
 ) -> None:
     """Serve until told to end. ``listener`` is bound; it is closed at the end."""
     loop = asyncio.get_running_loop()
     async with AsyncClient(control, name="gateway") as client:
         client.subscribe(_STATUS_MS)
-        service = Service(client, model, names)
+        service = Service(client, model, names, defaults)
         config = uvicorn.Config(
             build_app(service, version),
             http=BoundedProtocol,
@@ -136,7 +138,7 @@ async def serve(
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, on_signal)
-        log.info("serving", address=_address(listener), models=names)
+        log.info("serving", address=_address(listener), models=names, default_sampling=defaults.fields())
         try:
             await server.serve([listener])
         finally:

@@ -11,6 +11,7 @@ from typing import TypeVar
 from ..client import AsyncClient, Stream
 from ..wire import Sampling, Welcome
 from .chat_template import ChatTemplate, TemplateError
+from .defaults import SamplingDefaults
 from .errors import ApiError, invalid, overloaded, unavailable
 from .fields import FieldReader, check_ranges
 from .generation import Generation, PromptRows, Reporting, Stopping
@@ -57,9 +58,12 @@ class Wish:
 class Service:
     """One gateway's connection, model and books."""
 
-    def __init__(self, client: AsyncClient, model: TextModel, names: list[str]) -> None:
+    def __init__(
+        self, client: AsyncClient, model: TextModel, names: list[str], defaults: SamplingDefaults | None = None
+    ) -> None:
         self.client = client
         self.model = model
+        self.defaults = defaults or SamplingDefaults()
         #: Served model names; the first is the one that answers carry.
         self.names = names
         self.created = int(time.time())
@@ -144,7 +148,7 @@ class Service:
         if limit == 0 and not echo:
             raise invalid("max_tokens must be at least 1, or 0 with echo, got 0", "max_tokens")
         return Wish(
-            sampling=read_sampling(request, welcome.vocab_size),
+            sampling=read_sampling(request, welcome.vocab_size, self.defaults),
             stopping=self._stopping(request, welcome),
             choices=count_choices(request),
             max_tokens=limit,

@@ -150,7 +150,10 @@ def test_generate_from_a_running_server(server: Running) -> None:
     assert handler.asked == [
         {"model": "tiny", "prompt": "naïve 東京", "max_tokens": 5, "temperature": 0.0, "seed": 7, "stream": True}
     ]
-    assert run("generate", "--url", url, stdin="from stdin").stdout == "again: from stdin\n"
+    more = ("--top-k", "4", "--min-p", "0.1", "--repetition-penalty", "1.2", "--stop", "a", "--stop", "b")
+    assert run("generate", "--url", url, *more, stdin="from stdin").stdout == "again: from stdin\n"
+    drawn = {name: handler.asked[-1][name] for name in ("top_k", "min_p", "repetition_penalty", "stop")}
+    assert drawn == {"top_k": 4, "min_p": 0.1, "repetition_penalty": 1.2, "stop": ["a", "b"]}
 
 
 def test_refusals_are_one_sentence(server: Running) -> None:

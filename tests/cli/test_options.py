@@ -69,6 +69,7 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--dtype", "float32"], "dtype", "float32"),
         (["--hang-timeout", "2"], "hang_timeout", 2.0),
         (["--served-model-name", "m"], "served_model_name", "m"),
+        (["--no-generation-config"], "generation_config", False),
     ],
 )
 def test_flags_and_their_other_names(

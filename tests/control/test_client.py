@@ -427,3 +427,50 @@ def test_what_cannot_work_is_said(tmp_path: Path) -> None:
         pass
     with Client(f"ipc://{tmp_path}/nobody") as client, pytest.raises(TimeoutError, match="nobody"):
         client.wait_connected(0.05)
+
+
+def test_chunks_and_prompts_have_log_probabilities_that_were_asked_for(tmp_path: Path) -> None:
+    """Also in continuations after a restart; siblings name their leader."""
+    endpoint = f"ipc://{tmp_path}/c"
+    sampling = Sampling(logprobs=1, prompt_logprobs=0)
+
+    async def work() -> None:
+        async with FakeControl(endpoint, lambda _: [70, 71, 72], step_s=0.01), AsyncClient(endpoint) as client:
+            stream = await client.submit([7, 8, 9], max_tokens=3, sampling=sampling)
+            other = await client.submit([7, 8, 9], max_tokens=3, leader=stream)
+            chunks = [chunk async for chunk in stream]
+            rows = [row for chunk in chunks for row in chunk.logprobs]
+            assert all(len(chunk.ids) == len(chunk.logprobs) for chunk in chunks)
+            assert [(row.id, row.logprob, row.rank, row.top) for row in rows] == [
+                (70 + i, -(3 + i) / 8, 1, ((70 + i, -(3 + i) / 8),)) for i in range(3)
+            ]
+            assert [(row.id, row.logprob, row.top) for row in stream.prompt_logprobs] == [
+                (8, -1 / 8, ()),
+                (9, -2 / 8, ()),
+            ]
+            async for chunk in other:
+                assert not chunk.logprobs
+            assert other.prompt_logprobs == []
+
+    asyncio.run(work())
+
+
+def test_siblings_name_their_leader(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/c"
+
+    async def work() -> None:
+        async with FakeControl(endpoint, lambda _: [5]) as control:
+
+            def blocking() -> None:
+                with Client(endpoint) as client:
+                    leader = client.submit([7, 8], max_tokens=1, sampling=Sampling(logprobs=0, prompt_logprobs=0))
+                    sibling = client.submit([7, 8], max_tokens=1, leader=leader)
+                    assert [chunk.ids for chunk in sibling] == [[5]]
+                    ((row,),) = [chunk.logprobs for chunk in leader]
+                    assert (row.id, row.logprob) == (5, -2 / 8) and leader.prompt_logprobs[0].id == 8
+
+            await asyncio.to_thread(blocking)
+            first, second = control.submits
+            assert (first.leader, second.leader) == (None, first.key)
+
+    asyncio.run(work())

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 from evenflow.control.client import AsyncClient
 from evenflow.control.gateway.app import build_app
+from evenflow.control.gateway.defaults import SamplingDefaults
 from evenflow.control.gateway.service import Service
 from evenflow.control.gateway.tokenizer import TextModel, load_text_model
 from evenflow.control.wire.location import locate_model
@@ -56,12 +57,17 @@ class Gateway:
 
 @contextlib.asynccontextmanager
 async def gateway(
-    endpoint: str, script: Script, *, text: TextModel | None = None, **options: Any
+    endpoint: str,
+    script: Script,
+    *,
+    text: TextModel | None = None,
+    defaults: SamplingDefaults | None = None,
+    **options: Any,
 ) -> AsyncIterator[Gateway]:
     """An application without a server around it; ``options`` are ``FakeControl``'s."""
     async with FakeControl(endpoint, script, **options) as control, AsyncClient(endpoint, name="gateway") as client:
         client.subscribe(100)
-        service = Service(client, text or smollm(), [MODEL])
+        service = Service(client, text or smollm(), [MODEL], defaults)
         await client.wait_connected(20)
         transport = httpx.ASGITransport(build_app(service, "test"))
         try:
