@@ -18,6 +18,7 @@ class Served:
 
     url: str
     endpoint: str
+    pid: int  #: the launcher's
 
 
 @contextlib.contextmanager
@@ -50,7 +51,7 @@ def served(model: str, *arguments: str, patience: float = 120.0) -> Iterator[Ser
         url = re.search(r"ready: (\S+)", log)
         endpoint = re.search(r"ZeroMQ clients dial (\S+)", log)
         assert url is not None and endpoint is not None
-        yield Served(url[1], endpoint[1])
+        yield Served(url[1], endpoint[1], process.pid)
     finally:
         process.send_signal(signal.SIGINT)
         try:

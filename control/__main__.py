@@ -8,6 +8,7 @@ import gc
 import sys
 
 import uvloop
+from setproctitle import setproctitle
 
 from .core.events import Limits
 from .gatekeeper import Door
@@ -98,6 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the control process; returns its exit code."""
     options, args = _options(sys.argv[1:] if argv is None else argv)
     configure(args.log_level)
+    setproctitle("evenflow control")
     settle_gc()
     try:
         die_with_parent()

@@ -1,8 +1,9 @@
 """A server under everything at once, for minutes: mixed traffic, clients that leave, nonsense, and kill -9 at random.
 
-Not collected by pytest; ``make soak`` runs it. At the end: every answer of a prompt was always the same, whatever died
-meanwhile; nothing that should be refused was taken; all blocks are free or cached; the memory of control and gateway
-has not grown; no process is left. The first half kills anybody, the second, in which memory is watched, only workers.
+Not collected by pytest; ``make soak`` runs it. At the end: every answer of a prompt was always the same, whatever
+died meanwhile; nothing that should be refused was taken; all blocks are free or cached; the memory of control and
+gateway has not grown; no process is left. The first half kills anybody, the second, in which memory is watched, only
+workers.
 
 Run: python tests/e2e/soak.py [--minutes 10] [--seed 0] [--model scripted]
 """
