@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .memory import lazy_zeros
+
 
 @dataclass(slots=True)
 class AttnBatch:
@@ -100,7 +102,7 @@ class ReferenceAttention:
     ) -> KVCache:
         def pages() -> list[Tensor]:
             shape = (num_blocks, block_size, kv_heads, head_dim)
-            return [torch.zeros(shape, dtype=dtype) for _ in range(layers)]
+            return [lazy_zeros(shape, dtype) for _ in range(layers)]
 
         return KVCache(pages(), pages(), num_blocks, block_size, kv_heads, head_dim)
 

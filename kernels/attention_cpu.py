@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from .attention import AttnBatch, KVCache
+from .memory import lazy_zeros
 
 TILE = 256
 QUERIES = 128
@@ -104,7 +105,7 @@ class CPUAttention:
 
         def pages() -> list[Tensor]:
             shape = (kv_heads, num_blocks + 1, block_size * head_dim)
-            return [torch.zeros(shape, dtype=dtype) for _ in range(layers)]
+            return [lazy_zeros(shape, dtype) for _ in range(layers)]
 
         return KVCache(pages(), pages(), num_blocks, block_size, kv_heads, head_dim)
 

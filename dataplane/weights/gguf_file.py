@@ -73,13 +73,22 @@ class _Cursor:
         if count <= _MAX_ARRAY:
             return [self.value(kind) for _ in range(count)]
         if kind == _STRING:
-            for _ in range(count):
-                self.take(self.number("Q"))
+            self._skip_strings(count)
         elif kind in _SCALARS:
             self.take(count * struct.calcsize("<" + _SCALARS[kind]))
         else:
             raise ModelError(f"metadata of unknown kind {kind}")
         return None
+
+    def _skip_strings(self, count: int) -> None:
+        # A vocabulary has a hundred thousand of them, and a worker that starts is being waited for.
+        at, data, size = self.at, self._data, struct.Struct("<Q").unpack_from
+        try:
+            for _ in range(count):
+                at += 8 + size(data, at)[0]
+        except (struct.error, OverflowError):
+            at = len(data) + 1
+        self.take(at - self.at)
 
 
 def read_header(path: Path, data: mmap.mmap) -> GGUFHeader:
