@@ -6,16 +6,12 @@ each; pairwise cells with SmolLM2. What is expected was computed alone, whole, w
 """
 
 from collections.abc import Iterator
-from functools import cache, lru_cache
+from functools import cache
 from random import Random
 
 import pytest
 import torch
-from evenflow.control.core.events import Limits
-from evenflow.dataplane.model_runner import ModelRunner
-from evenflow.dataplane.weights import open_model
-from evenflow.dataplane.weights.random import RandomSource
-from inprocess import InProcess
+from real_server import real_server
 
 BUDGETS = (1, 7, 16, 17, 64, 250, 1000, 4096)
 BLOCK_SIZES = (8, 16, 32)
@@ -31,47 +27,10 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@lru_cache(maxsize=4)
-def runners(model: str, stages: int, block_size: int) -> list[ModelRunner]:
-    source = RandomSource() if model == "random" else open_model(model)
-    memory = (1 << 22) if model == "random" else (160 << 20)
-    return [
-        ModelRunner(
-            source,
-            stage,
-            stages,
-            dtype="float32",
-            block_size=block_size,
-            kv_memory=memory // stages,
-            poison=True,
-        )
-        for stage in range(stages)
-    ]
-
-
-def server(
-    model: str, *, budget: int, block_size: int, stages: int, caching: bool, blocks: int | None = None, seqs: int = 16
-) -> InProcess:
-    """A server on runners that earlier cells used, with NaN wherever they wrote."""
-    own = runners(model, stages, block_size)
-    for runner in own:
-        runner.poison()
-    limits = Limits(
-        token_budget=budget,
-        max_num_seqs=seqs,
-        max_model_len=1200,
-        block_size=block_size,
-        prefix_caching=caching,
-    )
-    return InProcess(
-        limits, lambda stage, _: own[stage], stages=stages, num_slots=3 * seqs, num_blocks=blocks, check=False
-    )
-
-
 @cache
 def alone(model: str, tokens: tuple[int, ...], count: int) -> list[int]:
     """What an undisturbed run gives."""
-    single = server(model, budget=4096, block_size=16, stages=1, caching=False)
+    single = real_server(model, budget=4096, block_size=16, stages=1, caching=False)
     single.submit(0, list(tokens), count)
     single.run()
     return single.tokens(0)
@@ -88,7 +47,7 @@ def run_cell(
     blocks: int | None = None,
 ) -> int:
     """Run the requests together and compare each; returns the number of preemptions."""
-    cell = server(model, budget=budget, block_size=block_size, stages=stages, caching=caching, blocks=blocks)
+    cell = real_server(model, budget=budget, block_size=block_size, stages=stages, caching=caching, blocks=blocks)
     draw = Random(budget * 31 + block_size)
     for key, (tokens, count) in enumerate(requests):
         cell.submit(key, list(tokens), count)

@@ -8,11 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from evenflow.control.core.events import Limits
+from evenflow.control.wire import Sampling
 from evenflow.dataplane import sampler
 from evenflow.dataplane.model_runner import ModelRunner, load_runner
 from evenflow.dataplane.models.config import ModelError
 from evenflow.dataplane.weights.random import RANDOM_CONFIG, RandomSource, write_hf_directory
 from evenflow.kernels.sampling import SamplingParams, sample
+from inprocess import InProcess
 from runner_driver import Sequence, generate, make_batch, run_batch, sequence
 from torch import Tensor
 from transformers import LlamaForCausalLM
@@ -78,6 +81,35 @@ def test_equals_transformers_from_a_directory(tmp_path: Path, tied: bool, seen_l
                 wanted = oracle(torch.tensor([placed[0].tokens])).logits[0, len(prompt) - 1 : -1]
             torch.testing.assert_close(torch.stack(seen_logits), wanted, atol=1e-4, rtol=0)
             assert placed[0].out == wanted.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("penalty", [1.3, 0.7])
+def test_repetition_penalty_equals_generate_of_transformers(tmp_path: Path, penalty: float) -> None:
+    write_hf_directory(RandomSource(), tmp_path / "model", shards=1)
+    oracle = LlamaForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+    runners = [
+        load_runner(str(tmp_path / "model"), stage, 2, dtype="float32", kv_memory=1 << 22, poison=True)
+        for stage in (0, 1)
+    ]
+    limits = Limits(token_budget=32, max_num_seqs=4, max_model_len=256, block_size=16)
+    server = InProcess(limits, lambda stage, _: runners[stage], stages=2)
+    some = prompts(3, 512, 60)
+    for key, prompt in enumerate(some):
+        server.submit(key, prompt, 30, sampling=Sampling(repetition=penalty))
+    server.run()
+    for key, prompt in enumerate(some):
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            answer = oracle.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=30,
+                do_sample=False,
+                repetition_penalty=penalty,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+        assert server.tokens(key) == answer[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

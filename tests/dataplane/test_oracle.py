@@ -3,6 +3,8 @@
 The oracle reads each prompt with our answer in one pass, and must itself choose every token of the answer: that is
 generating, token by token, for as long as the two agree. Where it chooses another token although its two best
 logits differ by less than ``TIE``, the split is a tie: printed, and the answer goes on with our token.
+
+Log-probabilities of prompts and answers are within ``TIE`` of the oracle's.
 """
 
 import mmap
@@ -16,12 +18,15 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from evenflow.control.core.events import Limits
+from evenflow.control.wire import Sampling
 from evenflow.control.wire.location import locate_model
-from evenflow.dataplane.model_runner import load_runner
+from evenflow.dataplane.model_runner import ModelRunner, load_runner
 from evenflow.dataplane.models.config import HEAD, LlamaConfig, tensor_shapes
 from evenflow.dataplane.weights import open_model
 from evenflow.dataplane.weights.gguf_file import read_header
 from gguf import GGMLQuantizationType, GGUFWriter
+from inprocess import InProcess
 from runner_driver import Sequence, generate, sequence
 from transformers import LlamaConfig as OracleConfig
 from transformers import LlamaForCausalLM
@@ -105,8 +110,12 @@ def count_ties(oracle: LlamaForCausalLM, answered: Sequence, length: int) -> int
     return ties
 
 
-def test_greedy_tokens_equal_transformers(oracle: LlamaForCausalLM) -> None:
-    runner = load_runner(MODEL, dtype="float32", kv_memory=1 << 29, poison=True)
+@pytest.fixture(scope="module")
+def runner() -> ModelRunner:
+    return load_runner(MODEL, dtype="float32", kv_memory=1 << 29, poison=True)
+
+
+def test_greedy_tokens_equal_transformers(oracle: LlamaForCausalLM, runner: ModelRunner) -> None:
     prompts = varied_prompts()
     assert len(prompts) == 30 and max(map(len, prompts)) == 3000
     answered: list[Sequence] = []
@@ -118,6 +127,30 @@ def test_greedy_tokens_equal_transformers(oracle: LlamaForCausalLM) -> None:
     ties = sum(count_ties(oracle, one, len(prompt)) for one, prompt in zip(answered, prompts, strict=True))
     print(f"{len(prompts)} prompts, {ties} ties")
     assert len({token for one in answered for token in one.out}) > 100
+
+
+def test_logprobs_equal_transformers(oracle: LlamaForCausalLM, runner: ModelRunner) -> None:
+    """Of every token of the prompt after the first, read in chunks of 16, and of a greedy output."""
+    limits = Limits(token_budget=16, max_num_seqs=4, max_model_len=256, block_size=16)
+    server = InProcess(limits, lambda _stage, _stages: runner)
+    prompts = [prompt for prompt in varied_prompts() if len(prompt) in (5, 33, 48)]
+    for key, prompt in enumerate(prompts):
+        server.submit(key, prompt, 12, sampling=Sampling(logprobs=5, prompt_logprobs=5))
+    server.run()
+    for key, prompt in enumerate(prompts):
+        tokens = [*prompt, *server.tokens(key)]
+        with torch.inference_mode():
+            wanted = torch.log_softmax(oracle(torch.tensor([tokens])).logits[0], -1)
+        found = server.logprobs_of(key)
+        assert sorted(found) == list(range(1, len(prompt) + 12))
+        for place, (value, rank, top) in found.items():
+            row = wanted[place - 1]
+            assert value == pytest.approx(float(row[tokens[place]]), abs=TIE)
+            assert [of_token for _, of_token in top] == pytest.approx(torch.topk(row, 5).values.tolist(), abs=TIE)
+            assert [float(row[token]) for token, _ in top] == pytest.approx([v for _, v in top], abs=TIE)
+            # Between the ranks that a token has if all that are within TIE of it come later, or earlier.
+            assert int((row > value + 2 * TIE).sum()) < rank <= int((row > value - 2 * TIE).sum())
+            assert place < len(prompt) or rank == 1
 
 
 def without_tokenizer(source: Path, path: Path) -> Path:
