@@ -20,6 +20,8 @@ MAX_CHOICES = 256
 MAX_LOGIT_BIASES = MAX_BIASES
 #: JSON of a ``logit_bias`` that could have so few entries: a longer one is refused unread.
 MAX_LOGIT_BIAS_BYTES = 64 << 10
+#: Log-probabilities reported of a request's prompts: their tokens, times the alternatives and one, times n.
+MAX_PROMPT_LOGPROBS = 1 << 19
 MAX_TEMPLATE_CHARS = 16 * MIB
 TEMPLATE_SECONDS = 5.0
 HEAD_SECONDS = 30.0

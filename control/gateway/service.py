@@ -20,6 +20,7 @@ from .limits import (
     FULL_SECONDS,
     INLINE_CHARS,
     MAX_CHOICES,
+    MAX_PROMPT_LOGPROBS,
     MAX_STOP_CHARS,
     MAX_STOP_IDS,
     MAX_STOPS,
@@ -166,6 +167,10 @@ class Service:
             )
             raise invalid(text, "n")
         budgets = [self._max_tokens(len(prompt.ids), wish, welcome) for prompt in prompts]
+        values = sum(len(prompt.ids) for prompt in prompts) * (1 + wish.sampling.prompt_logprobs) * wish.choices
+        if values > MAX_PROMPT_LOGPROBS:
+            text = f"the prompts would have {values} log-probabilities, at most {MAX_PROMPT_LOGPROBS} are reported"
+            raise invalid(text, "logprobs" if wish.echo else "prompt_logprobs")
         generations: list[Generation] = []
         try:
             for prompt, budget in zip(prompts, budgets, strict=True):

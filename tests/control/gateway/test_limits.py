@@ -75,9 +75,34 @@ def test_sec_3_a_header_of_a_megabyte(tmp_path: Path, name: str) -> None:
     drive(work, tmp_path)
 
 
+def test_sec_3_the_log_probabilities_of_a_prompt_are_bounded(tmp_path: Path) -> None:
+    async def work(endpoint: str) -> None:
+        async with gateway(endpoint, says("ok"), max_model_len=1 << 20) as g:
+            most = limits.MAX_PROMPT_LOGPROBS // 21
+            error = error_of(await g.completion(prompt=[5] * (most + 1), prompt_logprobs=20))
+            assert error["param"] == "prompt_logprobs" and str(limits.MAX_PROMPT_LOGPROBS) in error["message"]
+            error = error_of(await g.completion(prompt=[5] * (most + 1), logprobs=20, echo=True))
+            assert error["param"] == "logprobs"
+            many = {"prompt": [[5] * (most // 8 + 1)] * 2, "n": 4}
+            assert error_of(await g.completion(**many, prompt_logprobs=20))["param"] == "prompt_logprobs"
+            assert not g.control.submits
+
+    drive(work, tmp_path)
+
+
 async def unread() -> AsyncIterator[bytes]:
     raise AssertionError("the body was read")
     yield b""
+
+
+def test_sec_3_a_body_of_a_gigabyte_is_refused_unread(tmp_path: Path) -> None:
+    async def work(endpoint: str) -> None:
+        async with gateway(endpoint, says("ok")) as g:
+            for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+                response = await g.http.post(path, content=unread(), headers={"content-length": str(1 << 30)})
+                assert error_of(response, 413)["code"] == "request_too_large"
+
+    drive(work, tmp_path)
 
 
 async def unread_is_429(g: Gateway) -> None:
