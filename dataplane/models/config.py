@@ -48,6 +48,10 @@ class LlamaConfig:
             raise ModelError(f"{self.heads} attention heads cannot share {self.kv_heads} KV heads evenly")
         if self.head_dim % 2:
             raise ModelError(f"a head of {self.head_dim} dimensions has no rotary halves")
+        if self.rope.kind == "dynamic" and self.head_dim < 4:
+            raise ModelError(
+                f"a head of {self.head_dim} dimensions has no frequency that dynamic scaling could change"
+            )
         if self.windows and len(self.windows) != self.layers:
             raise ModelError(f"{len(self.windows)} sliding windows are given for {self.layers} layers")
 

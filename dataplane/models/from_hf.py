@@ -112,21 +112,21 @@ def _int(data: Mapping[str, Any], key: str, default: int | None = None, least: i
     value = data.get(key)
     value = default if value is None else value
     if value is None:
-        raise ModelError(f"config.json lacks {key}")
+        raise ModelError(f"{key} is missing")
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ModelError(f"{key} in config.json is {value!r}, it must be a whole number of at least {least}")
+        raise ModelError(f"{key} is {value!r}, it must be a whole number of at least {least}")
     return value
 
 
 def _float(data: Mapping[str, Any], key: str, default: float) -> float:
     value = data.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-        raise ModelError(f"{key} in config.json is {value!r}, it must be a number above 0")
+        raise ModelError(f"{key} is {value!r}, it must be a number above 0")
     return float(value)
 
 
 def _bool(data: Mapping[str, Any], key: str) -> bool:
     value = data.get(key, False)
     if value is not None and not isinstance(value, bool):
-        raise ModelError(f"{key} in config.json is {value!r}, it must be true or false")
+        raise ModelError(f"{key} is {value!r}, it must be true or false")
     return bool(value)

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ...control.wire.fields import MAX_TOKENS
+
 #: Scalings that are computed; anything else is refused when the model is opened.
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 #: What a config must say of each kind, beside its name.
@@ -43,11 +45,12 @@ class RopeScaling:
     def reach(self, max_len: int) -> int:
         """The longest sequence of a model whose description says ``max_len``.
 
-        The description of a llama3 model counts the scaling in; others give the trained length.
+        The description of a llama3 model counts the scaling in; others give the trained length. No sequence is
+        longer than a message may say.
         """
-        if self.kind in ("default", "llama3"):
-            return max_len
-        return max(max_len, int(self.original_len * self.factor))
+        if self.kind not in ("default", "llama3"):
+            max_len = max(max_len, int(self.original_len * self.factor))
+        return min(max_len, MAX_TOKENS)
 
 
 def check_kind(kind: object) -> str:

@@ -30,7 +30,10 @@ class SafetensorsSource:
     def __init__(self, path: Path) -> None:
         self.name = path.name
         data = _read_json(path / "config.json")
-        config = config_from_hf(data)
+        try:
+            config = config_from_hf(data)
+        except ModelError as error:
+            raise ModelError(f"{path / 'config.json'}: {error}") from None
         self.eos_ids = _eos_ids(path, data, config.vocab_size)
         #: The file and the name in it of each tensor.
         self._places: dict[str, tuple[Path, str]] = {}

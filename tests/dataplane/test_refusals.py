@@ -162,11 +162,11 @@ _RULES = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported; supported: 1"),
         ({"rope_theta": -1.0}, "rope_theta is -1, it must be above 1"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported; supported: 'silu'"),
-        ({"attention_bias": 1}, "attention_bias in config.json is 1, it must be true or false"),
+        ({"attention_bias": 1}, "attention_bias is 1, it must be true or false"),
         ({"sliding_window": 64}, "sliding_window = 64 is not supported for LlamaForCausalLM"),
         (
             {"architectures": ["MistralForCausalLM"], "sliding_window": 0},
-            "sliding_window in config.json is 0, it",
+            "sliding_window is 0, it",
         ),
         ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["full"]}, "for each of the 2 layers"),
         (
@@ -175,16 +175,26 @@ _RULES = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
         ),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised checkpoints (gptq) are not supported"),
         ({"num_key_value_heads": 4, "num_attention_heads": 6}, "6 attention heads cannot share 4 KV heads evenly"),
+        (
+            {"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "no frequency that dynamic scaling could",
+        ),
         ({"head_dim": 5}, "a head of 5 dimensions has no rotary halves"),
-        ({"vocab_size": "many"}, "vocab_size in config.json is 'many', it must be a whole number of at least 1"),
-        ({"hidden_size": None}, "config.json lacks hidden_size"),
+        ({"vocab_size": "many"}, "vocab_size is 'many', it must be a whole number of at least 1"),
+        ({"hidden_size": None}, "hidden_size is missing"),
     ],
 )
-def test_settings(change: dict[str, Any], words: str) -> None:
+def test_settings_that_are_refused(change: dict[str, Any], words: str) -> None:
     assert config_from_hf(BASE).layers == 2
     with pytest.raises(ModelError) as error:
         config_from_hf({**BASE, **change})
     assert words in str(error.value)
+
+
+def test_no_sequence_is_longer_than_a_message_may_say() -> None:
+    scaling = {"type": "linear", "factor": 1e12}
+    assert config_from_hf({**BASE, "rope_scaling": scaling}).max_len == 1 << 21
+    assert config_from_hf({**BASE, "max_position_embeddings": 1 << 30}).max_len == 1 << 21
 
 
 def test_hugging_face_tensors(tmp_path: Path) -> None:
@@ -193,6 +203,7 @@ def test_hugging_face_tensors(tmp_path: Path) -> None:
     write_hf_directory(source, model)
     config = json.loads((model / "config.json").read_text())
     for change, words in (
+        ({"rope_scaling": {"rope_type": "foo"}}, f"{model / 'config.json'}: rotary scaling foo is not supported"),
         ({"num_hidden_layers": 3}, "lacks tensor model.layers.2.input_layernorm.weight"),
         ({"num_hidden_layers": 1}, "and 8 more, which the model has no place for"),
         (
