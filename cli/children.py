@@ -6,9 +6,11 @@ names here are the contract with ``control``, ``control.gateway``, ``dataplane``
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from .listener import OpenDoor
 from .options import SCRIPTED, ServeOptions, threads_per_worker
 from .run_dir import RunDir
 
@@ -52,7 +54,7 @@ def served_name(options: ServeOptions) -> str:
     return options.served_model_name or given.removesuffix(".gguf")
 
 
-def control_argv(options: ServeOptions, run: RunDir) -> list[str]:
+def control_argv(options: ServeOptions, run: RunDir, doors: Sequence[OpenDoor] = ()) -> list[str]:
     argv = [
         *_python("control"),
         *("--workers", run.workers_endpoint),
@@ -66,7 +68,16 @@ def control_argv(options: ServeOptions, run: RunDir) -> list[str]:
         *("--drain-timeout", f"{options.drain_timeout:g}"),
         *("--served-model-name", served_name(options)),
         *("--log-level", options.log_level),
+        *("--block-size", str(options.block_size)),
     ]
+    for replica in options.external:
+        argv += ["--external", str(replica)]
+    for door in doors:
+        argv += [f"--listen-{door.role}s", door.endpoint, f"--listen-{door.role}s-fd", str(door.socket.fileno())]
+    if options.network.keys is not None:
+        argv += ["--keys", options.network.keys]
+    if options.network.insecure:
+        argv += ["--insecure"]
     if options.max_model_len is not None:
         argv += ["--max-model-len", str(options.max_model_len)]
     if not options.prefix_caching:
@@ -78,10 +89,12 @@ def control_argv(options: ServeOptions, run: RunDir) -> list[str]:
     return argv
 
 
-def gateway_argv(options: ServeOptions, run: RunDir, fd: int) -> list[str]:
+def gateway_argv(options: ServeOptions, control: str, fd: int, keys: Path | None = None) -> list[str]:
+    """``control``: the endpoint for clients, with ``keys`` if it is a ``tcp://`` one."""
     return [
         *_python("control.gateway"),
-        *("--control", run.clients_endpoint),
+        *("--control", control),
+        *([] if keys is None else ["--keys", str(keys)]),
         *("--model", _SCRIPTED_TEXT if options.scripted else options.model),
         *("--served-model-name", served_name(options)),
         *("--host", options.host),
@@ -92,9 +105,12 @@ def gateway_argv(options: ServeOptions, run: RunDir, fd: int) -> list[str]:
     ]
 
 
-def worker_argv(options: ServeOptions, run: RunDir, replica: int, stage: int, threads: int) -> list[str]:
+def worker_argv(
+    options: ServeOptions, connect: str, replica: int, stage: int, threads: int, rest: Sequence[str] = ()
+) -> list[str]:
+    """``connect``: the endpoint of control for workers; ``rest``: what only this kind of worker is told."""
     place = [
-        *("--connect", run.workers_endpoint),
+        *("--connect", connect),
         *("--replica", str(replica)),
         *("--stage", str(stage)),
         *("--stages", str(options.stages)),
@@ -102,7 +118,7 @@ def worker_argv(options: ServeOptions, run: RunDir, replica: int, stage: int, th
         *("--max-tokens", str(max(_WORKER_TOKENS, options.token_budget))),
         # A slot stays taken for as long as a plan in flight names it, longer than its sequence runs.
         *("--max-slots", str(min(_MOST_SLOTS, 2 * options.max_num_seqs))),
-        *("--parent", str(os.getpid())),
+        *rest,
     ]
     if options.scripted:
         timing = ["--step-ms", f"{options.step_ms:g}", "--vocab-size", str(_SCRIPTED_VOCAB)]
@@ -120,24 +136,39 @@ def worker_argv(options: ServeOptions, run: RunDir, replica: int, stage: int, th
     return argv
 
 
-def build_plan(options: ServeOptions, run: RunDir, fd: int, cores: int, environ: Mapping[str, str]) -> Plan:
-    """Every child of a server. ``fd``: the listening HTTP socket; ``cores``: shared out among the workers."""
+def build_plan(
+    options: ServeOptions,
+    run: RunDir,
+    fd: int,
+    cores: int,
+    environ: Mapping[str, str],
+    doors: Sequence[OpenDoor] = (),
+) -> Plan:
+    """Every child of a server. ``fd``: the listening HTTP socket; ``cores``: shared out among the workers; ``doors``:
+    where other machines dial control."""
     threads = threads_per_worker(cores, options.workers)
     env = {**environ, "PYTHONUNBUFFERED": "1"}
     # Libraries that make their own thread pools read this before torch can tell them otherwise.
     worker_env = {**env, "OMP_NUM_THREADS": str(threads)}
+    parent = ("--parent", str(os.getpid()))
     workers = tuple(
         ChildSpec(
             name=f"worker {replica}.{stage}",
-            argv=tuple(worker_argv(options, run, replica, stage, threads)),
+            argv=tuple(worker_argv(options, run.workers_endpoint, replica, stage, threads, parent)),
             env=worker_env,
             worker=(replica, stage),
         )
         for replica in range(options.replicas)
+        if replica not in options.external
         for stage in range(options.stages)
     )
     return Plan(
-        control=ChildSpec("control", tuple(control_argv(options, run)), env),
-        gateway=ChildSpec("gateway", tuple(gateway_argv(options, run, fd)), env, pass_fds=(fd,)),
+        control=ChildSpec(
+            "control",
+            tuple(control_argv(options, run, doors)),
+            env,
+            pass_fds=tuple(door.socket.fileno() for door in doors),
+        ),
+        gateway=ChildSpec("gateway", tuple(gateway_argv(options, run.clients_endpoint, fd)), env, pass_fds=(fd,)),
         workers=workers,
     )

@@ -11,7 +11,7 @@ from .openai_http import Draw, ServerError, connect, first_model, stream
 from .options import ServeOptions, UsageError, check_model, settle
 
 
-def _complete(url: str | None, model: str | None, prompt: str, draw: Draw) -> int:
+def complete(url: str | None, model: str | None, prompt: str, draw: Draw) -> int:
     """Print the completion. Returns the exit code."""
     try:
         with connect(url) as client:
@@ -33,7 +33,7 @@ def run_generate(model: str | None, url: str | None, prompt: str, draw: Draw, st
     if model is not None and "://" in model:
         model, url = None, model
     if url is not None:
-        return _complete(url, model, prompt, draw)
+        return complete(url, model, prompt, draw)
     if model is None:
         raise UsageError("generate needs a MODEL to start or the --url of a running server.")
     # Port 0: any number of private servers can run beside each other.
@@ -51,6 +51,6 @@ def run_generate(model: str | None, url: str | None, prompt: str, draw: Draw, st
     check_model(options)
 
     async def errand(private_url: str) -> int:
-        return await asyncio.to_thread(_complete, private_url, None, prompt, draw)
+        return await asyncio.to_thread(complete, private_url, None, prompt, draw)
 
     return serve(options, errand=errand, quiet=True)

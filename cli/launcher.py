@@ -13,14 +13,14 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from ..control.wire import Welcome
 from ..control.wire.sockets import close_context, new_context
 from .children import Plan, build_plan
 from .links import ControlLink, watch_ready
-from .listener import PortTaken, listen, url_of
+from .listener import OpenDoor, PortTaken, listen, open_door, url_of
 from .options import ServeOptions, usable_cores
 from .output import Output
 from .run_dir import RunDir
@@ -33,11 +33,11 @@ INTERRUPT_PATIENCE = 4.0
 
 #: Given the server's URL, does the work that the server was started for; its result is the exit code.
 Errand = Callable[[str], Awaitable[int]]
-MakePlan = Callable[[ServeOptions, RunDir, int], Plan]
+MakePlan = Callable[[ServeOptions, RunDir, int, Sequence[OpenDoor]], Plan]
 
 
-def default_plan(options: ServeOptions, run: RunDir, fd: int) -> Plan:
-    return build_plan(options, run, fd, usable_cores(), os.environ)
+def default_plan(options: ServeOptions, run: RunDir, fd: int, doors: Sequence[OpenDoor]) -> Plan:
+    return build_plan(options, run, fd, usable_cores(), os.environ, doors)
 
 
 def ready_line(url: str, options: ServeOptions, welcome: Welcome) -> str:
@@ -48,6 +48,18 @@ def ready_line(url: str, options: ServeOptions, welcome: Welcome) -> str:
         f"ready: {url} (model {welcome.model}, {shape}, {welcome.max_model_len} tokens of context,"
         f" blocks of {welcome.block_size}, budget {welcome.token_budget}, {welcome.max_num_seqs} sequences)"
     )
+
+
+def waiting_lines(options: ServeOptions, doors: Sequence[OpenDoor]) -> list[str]:
+    """For each worker that somebody has to start by hand, how."""
+    connect = next((door.endpoint for door in doors if door.role == "worker"), "")
+    trust = "--insecure" if options.network.keys is None else f"--keys {options.network.keys}"
+    return [
+        f"waits for: evenflow worker --connect {connect} --replica {replica} --stage {stage} {trust}"
+        f" --model {options.model}"
+        for replica in options.external
+        for stage in range(options.stages)
+    ]
 
 
 def serve(
@@ -67,15 +79,14 @@ def serve(
     last: str | None = None
     code = 1
     try:
-        listener = listen(options.host, options.port)
-        try:
+        with contextlib.ExitStack() as held:
+            listener = held.enter_context(listen(options.host, options.port))
+            doors = [open_door(role, endpoint) for role, endpoint in options.network.endpoints.items()]
+            for door in doors:
+                held.enter_context(door.socket)
             run = RunDir.create(dict(os.environ))
-            try:
-                code, last = asyncio.run(_Launch(options, listener, run, output, errand, make_plan).run())
-            finally:
-                run.remove()
-        finally:
-            listener.close()
+            held.callback(run.remove)
+            code, last = asyncio.run(_Launch(options, listener, doors, run, output, errand, make_plan).run())
     except PortTaken as error:
         last = str(error)
     except OSError as error:
@@ -92,6 +103,7 @@ class _Launch:
         self,
         options: ServeOptions,
         listener: socket.socket,
+        doors: Sequence[OpenDoor],
         run: RunDir,
         output: Output,
         errand: Errand | None,
@@ -102,7 +114,8 @@ class _Launch:
         self._run_dir = run
         self._output = output
         self._errand = errand
-        self._plan = make_plan(options, run, listener.fileno())
+        self._doors = doors
+        self._plan = make_plan(options, run, listener.fileno(), doors)
         self._url = url_of(listener)
         self._was_ready = False
 
@@ -143,6 +156,10 @@ class _Launch:
         processes = f"{options.workers} worker{'s' * (options.workers > 1)}"
         self._output.say(f"starting {options.model} on {self._url}: control, gateway, {processes}")
         self._output.say(f"ZeroMQ clients dial {self._run_dir.clients_endpoint}")
+        for door in self._doors:
+            self._output.say(f"{door.role}s on other machines dial {door.endpoint}")
+        for line in waiting_lines(options, self._doors):
+            self._output.say(line)
         self._output.progress(f"loading {options.model}")
 
     def _welcomed(self, supervisor: Supervisor, welcome: Welcome) -> None:

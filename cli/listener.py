@@ -6,6 +6,9 @@ queue.
 
 import errno
 import socket
+from dataclasses import dataclass
+
+from ..control.wire.keys import Role
 
 BACKLOG = 2048
 
@@ -14,7 +17,27 @@ class PortTaken(Exception):
     """The address cannot be bound; the text is the sentence for the user."""
 
 
-def listen(host: str, port: int) -> socket.socket:
+@dataclass(frozen=True, slots=True)
+class OpenDoor:
+    """A listening socket for workers or clients on other machines, which every life of control takes over."""
+
+    role: Role
+    socket: socket.socket
+    endpoint: str
+
+
+def open_door(role: Role, endpoint: str) -> OpenDoor:
+    """Bind ``tcp://host:port`` and listen, so that a taken port is known at once and port 0 is chosen once.
+    Raises ``PortTaken``."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    host = host.strip("[]")
+    listener = listen("0.0.0.0" if host == "*" else host, int(port), "[network]")
+    listener.setblocking(False)
+    name, bound = listener.getsockname()[:2]
+    return OpenDoor(role, listener, f"tcp://[{name}]:{bound}" if ":" in name else f"tcp://{name}:{bound}")
+
+
+def listen(host: str, port: int, chosen_by: str = "--port") -> socket.socket:
     """Bind and listen. Port 0 takes a free one; ``socket.getsockname`` tells which. Raises ``PortTaken``."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -31,7 +54,7 @@ def listen(host: str, port: int) -> socket.socket:
         listener.close()
         if error.errno == errno.EADDRINUSE:
             raise PortTaken(
-                f"Port {port} of {host} is taken by another process; choose another with --port."
+                f"Port {port} of {host} is taken by another process; choose another with {chosen_by}."
             ) from None
         raise PortTaken(f"Cannot listen on {host} port {port}: {error.strerror}.") from None
     return listener

@@ -5,32 +5,15 @@ and ``-`` are the same in flags; every flag of ``serve`` can come from ``EVENFLO
 done, 1 failed, 2 asked for what cannot be.
 """
 
-import enum
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from .. import __version__
-
-
-class Dtype(enum.StrEnum):
-    BFLOAT16 = "bfloat16"
-    FLOAT32 = "float32"
-
-
-class LogLevel(enum.StrEnum):
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
-
-
-def _dashes(token: str) -> str:
-    return token.replace("_", "-")
-
-
-_SETTINGS = {"token_normalize_func": _dashes, "help_option_names": ["-h", "--help"]}
+from .cluster_commands import keys, launch, worker
+from .flags import SETTINGS, Dtype, LogLevel, env
 
 app = typer.Typer(
     name="evenflow",
@@ -39,7 +22,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    context_settings=_SETTINGS,
+    context_settings=SETTINGS,
 )
 
 
@@ -59,18 +42,14 @@ def _root(
     pass
 
 
-def _env(flag: str) -> str:
-    return f"EVENFLOW_{flag.upper()}"
-
-
-@app.command(context_settings=_SETTINGS)
+@app.command(context_settings=SETTINGS)
 def serve(
     model: Annotated[
         str,
         typer.Argument(
             metavar="MODEL",
             help="smollm2-135m, a GGUF file, or a Hugging Face model directory.",
-            envvar=_env("model"),
+            envvar=env("model"),
         ),
     ],
     stages: Annotated[
@@ -80,7 +59,7 @@ def serve(
             "--pipeline-parallel-size",
             "-pp",
             "--pp",
-            envvar=_env("stages"),
+            envvar=env("stages"),
             help="Pipeline stages: processes among which the layers are divided.",
         ),
     ] = 1,
@@ -91,7 +70,7 @@ def serve(
             "--data-parallel-size",
             "-dp",
             "--dp",
-            envvar=_env("replicas"),
+            envvar=env("replicas"),
             help="Complete copies of the model.",
         ),
     ] = 1,
@@ -100,7 +79,7 @@ def serve(
         typer.Option(
             "--token-budget",
             "--max-num-batched-tokens",
-            envvar=_env("token_budget"),
+            envvar=env("token_budget"),
             help="Most tokens in one iteration: bounds the gap between the tokens of a stream.",
         ),
     ] = 256,
@@ -109,48 +88,48 @@ def serve(
         typer.Option(
             "--max-num-seqs",
             "--max-running-requests",
-            envvar=_env("max_num_seqs"),
+            envvar=env("max_num_seqs"),
             help="Most sequences that run in a replica at once.",
         ),
     ] = 256,
     block_size: Annotated[
         int,
-        typer.Option("--block-size", "--page-size", envvar=_env("block_size"), help="Tokens in a KV block."),
+        typer.Option("--block-size", "--page-size", envvar=env("block_size"), help="Tokens in a KV block."),
     ] = 16,
     max_model_len: Annotated[
         int | None,
         typer.Option(
             "--max-model-len",
             "--context-length",
-            envvar=_env("max_model_len"),
+            envvar=env("max_model_len"),
             show_default="the model's",
             help="Most tokens of a prompt and its answer together.",
         ),
     ] = None,
     dtype: Annotated[
-        Dtype, typer.Option("--dtype", envvar=_env("dtype"), help="Type of weights and KV cache.")
+        Dtype, typer.Option("--dtype", envvar=env("dtype"), help="Type of weights and KV cache.")
     ] = Dtype.BFLOAT16,
     kv_cache_memory: Annotated[
         str | None,
         typer.Option(
             "--kv-cache-memory",
             "--kv-cache-memory-bytes",
-            envvar=_env("kv_cache_memory"),
+            envvar=env("kv_cache_memory"),
             metavar="BYTES",
             show_default="a fifth of the free memory, at most 4G a worker",
             help="KV cache of each worker: a number with K, M or G.",
         ),
     ] = None,
-    host: Annotated[str, typer.Option("--host", envvar=_env("host"), help="Address to listen on.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option("--host", envvar=env("host"), help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option("--port", envvar=_env("port"), help="Port to listen on; 0 takes a free one.")
+        int, typer.Option("--port", envvar=env("port"), help="Port to listen on; 0 takes a free one.")
     ] = 8000,
     served_model_name: Annotated[
         str | None,
         typer.Option(
             "--served-model-name",
             "--alias",
-            envvar=_env("served_model_name"),
+            envvar=env("served_model_name"),
             show_default="the model's",
             help="The model's id in the API.",
         ),
@@ -159,7 +138,7 @@ def serve(
         bool,
         typer.Option(
             "--enable-prefix-caching/--no-enable-prefix-caching",
-            envvar=_env("enable_prefix_caching"),
+            envvar=env("enable_prefix_caching"),
             help="Reuse the KV blocks of equal beginnings of prompts.",
         ),
     ] = True,
@@ -167,7 +146,7 @@ def serve(
         float | None,
         typer.Option(
             "--prefill-share",
-            envvar=_env("prefill_share"),
+            envvar=env("prefill_share"),
             show_default="1/4",
             help="Share of the prefill tokens kept for the next requests; 0 is the paper's Algorithm 3.",
         ),
@@ -185,7 +164,7 @@ def serve(
         typer.Option(
             "--drain-timeout",
             "--shutdown-timeout",
-            envvar=_env("drain_timeout"),
+            envvar=env("drain_timeout"),
             metavar="SECONDS",
             help="How long running requests may go on after SIGTERM.",
         ),
@@ -194,7 +173,7 @@ def serve(
         float | None,
         typer.Option(
             "--hang-timeout",
-            envvar=_env("hang_timeout"),
+            envvar=env("hang_timeout"),
             metavar="SECONDS",
             show_default="15, or ten times the predicted iteration",
             help="A worker silent for longer in an iteration is replaced.",
@@ -204,17 +183,17 @@ def serve(
         str | None,
         typer.Option(
             "--attention-backend",
-            envvar=_env("attention_backend"),
+            envvar=env("attention_backend"),
             show_default="the fastest here",
             help="Attention implementation.",
         ),
     ] = None,
     log_level: Annotated[
-        LogLevel, typer.Option("--log-level", envvar=_env("log_level"), help="Least severe lines to log.")
+        LogLevel, typer.Option("--log-level", envvar=env("log_level"), help="Least severe lines to log.")
     ] = LogLevel.INFO,
     step_ms: Annotated[
         float,
-        typer.Option("--step-ms", envvar=_env("step_ms"), hidden=True, help="Scripted workers' iteration."),
+        typer.Option("--step-ms", envvar=env("step_ms"), hidden=True, help="Scripted workers' iteration."),
     ] = 5.0,
     worker_arg: Annotated[
         list[str] | None,
@@ -258,13 +237,19 @@ _Url = Annotated[
     str | None,
     typer.Option("--url", envvar="OPENAI_BASE_URL", show_default="http://127.0.0.1:8000/v1", help="A server."),
 ]
+_Connect = Annotated[
+    str | None,
+    typer.Option("--connect", metavar="ENDPOINT", help="Talk to the control process itself: tcp:// or ipc://."),
+]
+_Keys = Annotated[
+    Path | None,
+    typer.Option("--keys", envvar=env("keys"), metavar="FOLDER", help="server.pub and client.key, for --connect."),
+]
 _MaxTokens = Annotated[int | None, typer.Option("--max-tokens", help="Most tokens of the answer.")]
 _Temperature = Annotated[float | None, typer.Option("--temperature", help="0 takes the likeliest token.")]
 _TopP = Annotated[float | None, typer.Option("--top-p", help="Draw from the likeliest with this total.")]
 _TopK = Annotated[int | None, typer.Option("--top-k", help="Draw from so many of the likeliest.")]
-_MinP = Annotated[
-    float | None, typer.Option("--min-p", help="Only what is this fraction as likely as the best.")
-]
+_MinP = Annotated[float | None, typer.Option("--min-p", help="Only what is this fraction as likely as the best.")]
 _Repetition = Annotated[
     float | None, typer.Option("--repetition-penalty", help="Above 1: less of what has been said before.")
 ]
@@ -272,7 +257,7 @@ _Stop = Annotated[list[str] | None, typer.Option("--stop", help="End before this
 _Seed = Annotated[int | None, typer.Option("--seed", help="Same seed, same answer.")]
 
 
-@app.command(context_settings=_SETTINGS)
+@app.command(context_settings=SETTINGS)
 def generate(
     model: Annotated[
         str | None,
@@ -292,9 +277,10 @@ def generate(
     url: Annotated[str | None, typer.Option("--url", help="Use this running server.")] = None,
     stages: Annotated[int, typer.Option("--stages", "-pp", help="As for serve.")] = 1,
     dtype: Annotated[Dtype, typer.Option("--dtype", help="As for serve.")] = Dtype.BFLOAT16,
+    connect: _Connect = None,
+    keys: _Keys = None,
 ) -> None:
     """Complete a prompt and print the answer."""
-    from .generate import run_generate
     from .openai_http import Draw
 
     text = sys.stdin.read() if prompt is None else prompt
@@ -308,10 +294,16 @@ def generate(
         stop=tuple(stop or ()) or None,
         seed=seed,
     )
+    if connect is not None:
+        from .direct import generate_directly
+
+        raise typer.Exit(generate_directly(connect, keys, model, text, draw))
+    from .generate import run_generate
+
     raise typer.Exit(run_generate(model, url, text, draw, stages, dtype.value))
 
 
-@app.command(context_settings=_SETTINGS)
+@app.command(context_settings=SETTINGS)
 def chat(
     url: _Url = None,
     model: Annotated[str | None, typer.Option("--model", show_default="the server's first")] = None,
@@ -324,9 +316,10 @@ def chat(
     repetition_penalty: _Repetition = None,
     stop: _Stop = None,
     seed: _Seed = None,
+    connect: _Connect = None,
+    keys: _Keys = None,
 ) -> None:
     """Talk with a running server."""
-    from .chat import run_chat
     from .openai_http import Draw
 
     draw = Draw(
@@ -339,18 +332,34 @@ def chat(
         stop=tuple(stop or ()) or None,
         seed=seed,
     )
+    if connect is not None:
+        from .direct import chat_directly
+
+        raise typer.Exit(chat_directly(connect, keys, model, system, draw))
+    from .chat import run_chat
+
     raise typer.Exit(run_chat(url, model, system, draw))
 
 
-@app.command(context_settings=_SETTINGS)
+@app.command(context_settings=SETTINGS)
 def status(
     url: _Url = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    connect: _Connect = None,
+    keys: _Keys = None,
 ) -> None:
     """Show whether a running server is ready, and its counters."""
+    if connect is not None:
+        from .direct import status_directly
+
+        raise typer.Exit(status_directly(connect, keys, as_json))
     from .status import run_status
 
     raise typer.Exit(run_status(url, as_json))
+
+
+for _command in (launch, worker, keys):
+    app.command(context_settings=SETTINGS)(_command)
 
 
 def run() -> None:

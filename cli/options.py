@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from ..control.wire.keys import KeyFault, Role, server_keys
 from ..control.wire.location import ModelNotFound, locate_model
 
 #: The model name that starts scripted workers instead of real ones (for tests of the control plane).
@@ -25,6 +26,7 @@ KV_CAP = 4 * GIB
 KV_LEAST = 1 << 20
 
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?B)?", re.IGNORECASE)
+_TCP = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9_.*-]+):(\d{1,5})")
 _SCALE = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -34,6 +36,27 @@ class UsageError(Exception):
 
 class MemoryShort(Exception):
     """This machine has not the memory that was asked for: one sentence, exit code 1."""
+
+
+DTYPES = ("bfloat16", "float32")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Where other machines dial, as ``tcp://host:port`` (port 0 takes a free one), and who may."""
+
+    workers: str | None = None
+    clients: str | None = None
+    #: A folder as ``evenflow keys`` makes it.
+    keys: str | None = None
+    #: TCP without keys.
+    insecure: bool = False
+
+    @property
+    def endpoints(self) -> dict[Role, str]:
+        pairs: tuple[tuple[Role, str | None], ...] = (("worker", self.workers), ("client", self.clients))
+        return {role: endpoint for role, endpoint in pairs if endpoint is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +87,9 @@ class ServeOptions:
     step_ms: float = 5.0
     #: More arguments for scripted workers.
     worker_args: tuple[str, ...] = ()
+    #: Replicas whose workers are started by hand.
+    external: tuple[int, ...] = ()
+    network: Network = Network()
 
     @property
     def scripted(self) -> bool:
@@ -71,7 +97,8 @@ class ServeOptions:
 
     @property
     def workers(self) -> int:
-        return self.stages * self.replicas
+        """Workers that the launcher starts."""
+        return self.stages * (self.replicas - len(self.external))
 
 
 def parse_bytes(text: str) -> int:
@@ -102,11 +129,11 @@ def usable_cores() -> int:
 
 def threads_per_worker(cores: int, workers: int) -> int:
     """One thread a core at most: oversubscribed parallel regions stall for milliseconds."""
-    return max(1, cores // workers)
+    return max(1, cores // max(1, workers))
 
 
 def default_kv_memory(free: int, workers: int) -> int:
-    return max(KV_LEAST, min(KV_CAP, int(free * KV_SHARE) // workers))
+    return max(KV_LEAST, min(KV_CAP, int(free * KV_SHARE) // max(1, workers)))
 
 
 def _refuse(options: ServeOptions) -> str | None:
@@ -140,7 +167,37 @@ def _refuse(options: ServeOptions) -> str | None:
         return f"--worker-arg is for the model {SCRIPTED} only."
     if o.scripted and o.step_ms < 0:
         return f"--step-ms {o.step_ms:g} is negative."
+    if o.dtype not in DTYPES:
+        return f"--dtype {o.dtype} is not one of {', '.join(DTYPES)}."
+    if o.log_level not in LOG_LEVELS:
+        return f"--log-level {o.log_level} is not one of {', '.join(LOG_LEVELS)}."
+    return _refuse_network(o)
+
+
+def _refuse_network(options: ServeOptions) -> str | None:
+    network = options.network
+    if options.external and network.workers is None:
+        return (
+            "Workers that are started by hand need an address to dial: [network] workers, such as tcp://0.0.0.0:5556."
+        )
+    for role, endpoint in network.endpoints.items():
+        if _TCP.fullmatch(endpoint) is None:
+            return f"[network] {role}s {endpoint!r} is not an address such as tcp://10.0.0.1:5556."
+        if network.keys is None and not network.insecure:
+            return (
+                f"[network] {role}s {endpoint} without keys would let in whoever reaches it; make some with"
+                " evenflow keys and name their folder in [network] keys, or insist with insecure = true."
+            )
     return None
+
+
+def check_keys(options: ServeOptions) -> None:
+    """Raises ``UsageError`` if the keys are named but cannot be used."""
+    if options.network.keys is not None:
+        try:
+            server_keys(options.network.keys)
+        except KeyFault as error:
+            raise UsageError(f"{error}.") from None
 
 
 def check_model(options: ServeOptions) -> None:

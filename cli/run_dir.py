@@ -92,6 +92,9 @@ class RunDir:
     def remove(self) -> None:
         """Take both directories away. Never raises."""
         shutil.rmtree(self.links, ignore_errors=True)
+        # Where workers met that were started by hand, on this host.
+        for meeting in self.links.parent.glob(f"{self.links.name}.r*"):
+            shutil.rmtree(meeting, ignore_errors=True)
         shutil.rmtree(self.path, ignore_errors=True)
         with contextlib.suppress(OSError):
             os.close(self.lock_fd)

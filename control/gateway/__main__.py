@@ -12,6 +12,7 @@ from setproctitle import setproctitle
 
 from ... import __version__
 from ..logs import configure
+from ..wire.keys import KeyFault
 from ..wire.lifeline import ParentGone, die_with_parent
 from ..wire.location import ModelNotFound, locate_model
 from .defaults import SamplingDefaults, read_defaults
@@ -49,20 +50,26 @@ def main(arguments: list[str] | None = None) -> int:
     work = serve(
         listener,
         control=options.control,
+        keys=options.keys,
         model=model,
         names=options.served_model_name or [name],
         version=__version__,
         drain_seconds=options.drain_timeout,
         defaults=defaults,
     )
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(work)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(work)
+    except KeyFault as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="evenflow.control.gateway", description="OpenAI-compatible HTTP gateway")
     parser.add_argument("--control", required=True, help="the control process's endpoint for clients")
+    parser.add_argument("--keys", metavar="FOLDER", help="server.pub and client.key, for a tcp:// endpoint")
     parser.add_argument("--model", required=True, help="model name, .gguf file or model directory")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0 lets the system choose")

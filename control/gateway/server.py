@@ -107,10 +107,11 @@ async def serve(
     version: str,
     drain_seconds: float,
     defaults: SamplingDefaults,
+    keys: str | None = None,
 ) -> None:
     """Serve until told to end. ``listener`` is bound; it is closed at the end."""
     loop = asyncio.get_running_loop()
-    async with AsyncClient(control, name="gateway") as client:
+    async with AsyncClient(control, name="gateway", keys=keys) as client:
         client.subscribe(_STATUS_MS)
         service = Service(client, model, names, defaults)
         config = uvicorn.Config(

@@ -89,14 +89,14 @@ class Dialling:
             self._cause = "refuses this key: its public key is not in the server's allow-list"
         elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
             self.refused = True
-            self._cause = "wants other credentials: is the keys folder missing or the wrong one?"
+            self._cause = "wants other credentials (is the keys folder missing or the wrong one?)"
         elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-            self._cause = "ends the handshake: is server.pub that of another server?"
+            self._cause = "ends the handshake (is server.pub that of another server?)"
         elif event == zmq.EVENT_CONNECT_RETRIED:
             # The first one after a connection is about its end, of which more is known.
             reached, self._connected = self._connected, False
             if not reached:
-                self._cause = "does not answer: is the address right, the server running and the port open?"
+                self._cause = "does not answer (is the address right, the server running and the port open?)"
         elif event == zmq.EVENT_DISCONNECTED:
             self.losses += self.up
             self.up = False

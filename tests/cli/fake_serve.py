@@ -4,10 +4,12 @@ MODES: ``control=slow-drain,worker0.1=fail`` and so on; SECONDS: the drain limit
 """
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from evenflow.cli.children import ChildSpec, Plan
 from evenflow.cli.launcher import serve
+from evenflow.cli.listener import OpenDoor
 from evenflow.cli.options import ServeOptions
 from evenflow.cli.run_dir import RunDir
 
@@ -20,7 +22,7 @@ def main() -> int:
     def spec(role: str, name: str, *arguments: str) -> tuple[str, ...]:
         return (sys.executable, "-P", script, role, name, log, modes.get(name, "-"), *arguments)
 
-    def make_plan(options: ServeOptions, run: RunDir, fd: int) -> Plan:
+    def make_plan(options: ServeOptions, run: RunDir, fd: int, doors: Sequence[OpenDoor]) -> Plan:
         Path(log).with_name("dirs").write_text(f"{run.path}\n{run.links}\n")
         endpoints = (run.workers_endpoint, run.clients_endpoint)
         return Plan(

@@ -1,0 +1,27 @@
+"""What several commands have in common: values of flags, and how flags are spelled."""
+
+import enum
+
+
+class Dtype(enum.StrEnum):
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
+
+
+class LogLevel(enum.StrEnum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+def _dashes(token: str) -> str:
+    return token.replace("_", "-")
+
+
+SETTINGS = {"token_normalize_func": _dashes, "help_option_names": ["-h", "--help"]}
+
+
+def env(flag: str) -> str:
+    """The environment variable that gives a flag its value."""
+    return f"EVENFLOW_{flag.upper()}"
