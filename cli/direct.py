@@ -27,7 +27,7 @@ from .openai_http import Draw
 from .options import ServeOptions, UsageError, check_model
 
 #: Seconds for an answer of the control process, and for the gateway to start.
-_ANSWER_S = 10.0
+_ANSWER_S = 5.0
 _START_S = 60.0
 
 

@@ -91,7 +91,7 @@ class Dialling:
             self.refused = True
             self._cause = "wants other credentials (is the keys folder missing or the wrong one?)"
         elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-            self._cause = "ends the handshake (is server.pub that of another server?)"
+            self._cause = "ends the handshake (is the keys folder missing, or server.pub that of another server?)"
         elif event == zmq.EVENT_CONNECT_RETRIED:
             # The first one after a connection is about its end, of which more is known.
             reached, self._connected = self._connected, False

@@ -33,7 +33,7 @@ def test_version_and_help_obs4() -> None:
     """OBS-4: neither needs anything heavy, and a pipe gets no colour codes."""
     version = run("--version")
     assert (version.returncode, version.stdout) == (0, f"evenflow {__version__}\n")
-    for command in ([], ["serve"], ["generate"], ["chat"], ["status"]):
+    for command in ([], ["serve"], ["generate"], ["chat"], ["status"], ["launch"], ["worker"], ["keys"]):
         text = run(*command, "--help", env={"COLUMNS": "80"})
         assert text.returncode == 0 and "\x1b" not in text.stdout
     assert "--pipeline-parallel-size" in run("serve", "--help", env={"COLUMNS": "80"}).stdout
@@ -66,6 +66,10 @@ print([m for m in ("torch", "numpy", "zmq", "httpx", "tokenizers", "asyncio") if
         ["serve"],
         ["no-such-command"],
         ["generate", "--prompt", "x"],
+        ["launch", "/no/such/cluster.toml"],
+        ["worker", "--connect", "tcp://127.0.0.1:1", "--model", "scripted"],
+        ["worker", "--connect", "tcp://127.0.0.1:1"],
+        ["keys", "--add-client", "../alice"],
     ],
 )
 def test_bad_usage_is_exit_code_2(arguments: list[str]) -> None:

@@ -155,6 +155,15 @@ def test_drain_limit_ends_the_rest_with_an_error_ft5(start: Serve) -> None:
     wait_for(server.gone)
 
 
+def test_interrupt_while_idle_ends_soon_obs4(start: Serve) -> None:
+    """OBS-4: Ctrl-C with nothing to do; and nothing that was written to files had colours."""
+    server = start()
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.wait(10.0) == 0
+    wait_for(server.gone)
+    assert "\x1b" not in server.out.read_text() + server.err.read_text()
+
+
 def test_interrupt_while_streaming_ends_soon_obs4(start: Serve) -> None:
     """OBS-4: Ctrl-C ends in at most ten seconds, whatever runs."""
     server = start("--step-ms", "20", "--stages", "2")
@@ -199,7 +208,7 @@ def test_corrupt_model_is_the_last_line_ft4(tmp_path: Path) -> None:
     assert "broken.gguf" in result.stderr
 
 
-def test_interrupt_while_a_model_is_loaded_ft4() -> None:
+def test_interrupt_while_a_model_is_loaded_ft4_obs4() -> None:
     """FT-4: Ctrl-C two seconds into loading a real model: it ends soon, and no child is left."""
     process = subprocess.Popen(
         [*EVENFLOW, "serve", "smollm2-135m", "--port", "0", "--stages", "2"],

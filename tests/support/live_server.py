@@ -51,17 +51,28 @@ def marked(mark: str) -> list[psutil.Process]:
 
 
 class LiveServer:
-    """``evenflow serve MODEL``, started but not yet waited for: call ``ready``; ``close`` in any case."""
+    """``evenflow serve MODEL``, started but not yet waited for: call ``ready``; ``close`` in any case.
 
-    def __init__(self, model: str, *arguments: str, port: int = 0, env: Mapping[str, str] | None = None) -> None:
+    ``cluster``: instead ``evenflow launch`` with this file.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *arguments: str,
+        port: int = 0,
+        env: Mapping[str, str] | None = None,
+        cluster: Path | None = None,
+    ) -> None:
         self.mark = uuid.uuid4().hex
         # Its own place for sockets; short, since the addresses of Unix sockets are.
         self.run_parent = Path(tempfile.mkdtemp(prefix="ef", dir="/tmp"))
         self.lines: list[tuple[float, str]] = []
         self.url = ""
         self._links: list[Path] = []
+        command = ["launch", str(cluster)] if cluster is not None else ["serve", model, "--port", str(port)]
         self.process = subprocess.Popen(
-            [*EVENFLOW, "serve", model, "--port", str(port), *arguments],
+            [*EVENFLOW, *command, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
