@@ -155,7 +155,7 @@ def serve(
         bool,
         typer.Option(
             "--generation-config/--no-generation-config",
-            envvar=_env("generation_config"),
+            envvar=env("generation_config"),
             help="Draw as the model's generation_config.json says where a request says nothing.",
         ),
     ] = True,
