@@ -169,7 +169,8 @@ def test_control_command() -> None:
         "--events", "ipc:///run/x/events", "--links", "/dev/shm/x",
         "--replicas", "3", "--stages", "2", "--token-budget", "64", "--max-num-seqs", "256",
         "--drain-timeout", "30", "--served-model-name", "name", "--log-level", "info",
-        "--block-size", "16", "--max-model-len", "100", "--no-prefix-cache", "--prefill-share", "0", "--hang-timeout", "2",
+        "--block-size", "16", "--max-model-len", "100",
+        "--no-prefix-cache", "--prefill-share", "0", "--hang-timeout", "2",
     )  # fmt: skip
 
 
