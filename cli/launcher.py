@@ -86,6 +86,7 @@ def serve(
                 held.enter_context(door.socket)
             run = RunDir.create(dict(os.environ))
             held.callback(run.remove)
+            run.publish_url(url_of(listener))
             code, last = asyncio.run(_Launch(options, listener, doors, run, output, errand, make_plan).run())
     except PortTaken as error:
         last = str(error)

@@ -362,6 +362,35 @@ for _command in (launch, worker, keys):
     app.command(context_settings=SETTINGS)(_command)
 
 
+_Target = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[SERVER]",
+        help="A server on this machine: its URL, its run directory, or its ZeroMQ endpoint.",
+        show_default="the one that runs",
+    ),
+]
+
+
+@app.command(context_settings=SETTINGS)
+def monitor(
+    server: _Target = None,
+    interval: Annotated[
+        float, typer.Option("--interval", "-i", min=0.25, max=60.0, metavar="SECONDS", help="Time between refreshes.")
+    ] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one picture and end.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a refresh.")] = False,
+    svg: Annotated[Path | None, typer.Option("--svg", hidden=True, help="With --once: also save as SVG.")] = None,
+) -> None:
+    """Watch what a running server does: batches, queue, cache, stages, latencies, requests. Ctrl-C ends. Also: top"""
+    from .monitor.command import run_monitor
+
+    raise typer.Exit(run_monitor(server, interval, once, as_json, svg))
+
+
+app.command("top", context_settings=SETTINGS, hidden=True)(monitor)
+
+
 def run() -> None:
     """The ``evenflow`` command."""
     from .options import MemoryShort, UsageError

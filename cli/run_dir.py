@@ -48,6 +48,23 @@ def _sweep(parent: Path) -> None:
                 shutil.rmtree(lock.parent, ignore_errors=True)
 
 
+def running(environ: dict[str, str]) -> list[tuple[Path, str]]:
+    """Directory and URL of every server of this user whose launcher lives; the URL is empty before it is known."""
+    found: list[tuple[Path, str]] = []
+    for parent in dict.fromkeys(_candidates(environ)):
+        for lock in sorted(parent.glob(f"{PREFIX}*/lock")):
+            with contextlib.suppress(OSError):
+                if lock.parent.lstat().st_uid != os.getuid():
+                    continue
+                with lock.open("rb") as file:
+                    try:
+                        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                    except BlockingIOError:
+                        url = lock.parent / "url"
+                        found.append((lock.parent, url.read_text() if url.exists() else ""))
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class RunDir:
     """``path`` holds the sockets; ``links`` is where neighbouring stages share memory."""
@@ -88,6 +105,12 @@ class RunDir:
         fcntl.flock(fd, fcntl.LOCK_EX)
         fresh.rename(path / "lock")
         return cls(path, links, fd)
+
+    def publish_url(self, url: str) -> None:
+        """Let other commands of this user find the server by its URL."""
+        fresh = self.path / "url.new"
+        fresh.write_text(url)
+        fresh.rename(self.path / "url")
 
     def remove(self) -> None:
         """Take both directories away. Never raises."""

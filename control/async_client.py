@@ -308,8 +308,8 @@ class AsyncClient:
         """End a stream's request. Idempotent, also after its end."""
         stream.abort()
 
-    async def status(self, timeout: float = 5.0) -> StatusReply:
-        """Ask for the service's counters. Raises ``TimeoutError``."""
+    async def status(self, timeout: float = 5.0, rows: int = 0) -> StatusReply:
+        """Ask for the service's counters, and at most ``rows`` unfinished requests. Raises ``TimeoutError``."""
         loop = self._open_loop()
         async with asyncio.timeout(timeout):
             await self.wait_connected()
@@ -317,7 +317,7 @@ class AsyncClient:
             nonce = self._nonce
             waiter: asyncio.Future[StatusReply] = loop.create_future()
             self._status_waiters[nonce] = waiter
-            self._state.ask_status(nonce)
+            self._state.ask_status(nonce, rows)
             self._turn()
             try:
                 return await waiter

@@ -185,9 +185,9 @@ class ClientState:
             request.unconfirmed = True
             self._aborted[request.key] = request
 
-    def ask_status(self, nonce: int) -> None:
-        """Ask for one ``StatusReply`` with this nonce."""
-        self.outbox.append(Status(nonce))
+    def ask_status(self, nonce: int, rows: int = 0) -> None:
+        """Ask for one ``StatusReply`` with this nonce, and at most ``rows`` unfinished requests."""
+        self.outbox.append(Status(nonce, rows))
 
     def subscribe(self, interval_ms: int, rows: int = 0) -> None:
         """Have ``status`` renewed every so often, also after a restart of the control process."""

@@ -1,0 +1,1 @@
+"""``evenflow monitor``: what a running server is doing now, from its status and its iteration records."""
