@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -38,6 +39,9 @@ from .snapshot import Snapshot, Tracker
 ROWS = 64
 #: Seconds until a server that does not answer is shown as lost.
 PATIENCE_S = 2.0
+#: Answers before a picture is saved: its histories are to show something.
+PICTURE_ANSWERS = 24
+_FONT = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 
 
 class NoServer(Exception):
@@ -118,14 +122,14 @@ async def snapshots(endpoint: str, interval: float) -> AsyncIterator[Snapshot]:
         close_context(context)
 
 
-async def _once(endpoint: str, interval: float) -> Snapshot:
-    """The second answer: rates and iterations need a moment. Or the first if there is none."""
+async def _once(endpoint: str, interval: float, answers: int) -> Snapshot:
+    """The last of so many answers, at least two: rates and iterations need a moment. Or the first lost one."""
     stream = snapshots(endpoint, interval)
     try:
         count = 0
         async for snapshot in stream:
             count += 1
-            if snapshot.state == "lost" or count > 1:
+            if snapshot.state == "lost" or count >= answers:
                 return snapshot
         raise AssertionError("snapshots have no end")
     finally:
@@ -153,7 +157,9 @@ def _print_once(snapshot: Snapshot, as_json: bool, svg: Path | None) -> None:
     console = Console(width=width, height=40, record=svg is not None, highlight=False)
     console.print(render(snapshot, console.width, 40))
     if svg is not None:
-        console.save_svg(str(svg), title="evenflow monitor")
+        # Its fonts would be fetched from elsewhere; any monospaced one will do.
+        picture = _FONT.sub("", console.export_svg(title="evenflow monitor"))
+        svg.write_text(picture, encoding="utf-8")
 
 
 def run_monitor(target: str | None, interval: float, once: bool, as_json: bool, svg: Path | None) -> int:
@@ -168,7 +174,7 @@ def run_monitor(target: str | None, interval: float, once: bool, as_json: bool, 
     try:
         endpoint = find_endpoint(target, dict(os.environ))
         if once:
-            snapshot = asyncio.run(_once(endpoint, min(interval, 1.0)))
+            snapshot = asyncio.run(_once(endpoint, min(interval, 1.0), PICTURE_ANSWERS if svg is not None else 2))
             if snapshot.state == "lost":
                 problem = f"no server answers at {endpoint}"
                 print(json.dumps({"state": "lost", "error": problem}) if as_json else "", end="\n" if as_json else "")

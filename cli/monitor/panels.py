@@ -1,7 +1,7 @@
 """Draws a ``Snapshot``: pure functions of the snapshot and the size of the screen.
 
-Colours (of Okabe and Ito's palette, told apart by everybody) only repeat what glyphs and words say, so nothing is lost
-without them. Every line is cut to the width.
+Colours (of Okabe and Ito's palette, told apart by everybody) only repeat what glyphs and words say, so nothing is
+lost without them. Every line is cut to the width.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 def short(value: float | None) -> str:
     """A count in at most five characters: 812, 4.1k, 63k, 1.2M."""
     if value is None:
-        return "–"
+        return "-"
     for limit, divisor, suffix in ((1e3, 1.0, ""), (1e6, 1e3, "k"), (1e9, 1e6, "M")):
         if abs(value) < limit - 0.5 * divisor:
             scaled = value / divisor
@@ -91,7 +91,7 @@ def seconds(value: float) -> str:
 
 def _head(snapshot: Snapshot, width: int) -> Text:
     up = sum(state == "up" for state in snapshot.replicas)
-    text = Text(" evenflow ", "bold").append(f" {snapshot.model or '–'}  ")
+    text = Text(" evenflow ", "bold").append(f" {snapshot.model or '-'}  ")
     text.append(snapshot.state, f"bold {_STATES.get(snapshot.state, BAD)}")
     if snapshot.state == "lost":
         text.append(" (no answer; figures are the last known)")
@@ -111,7 +111,7 @@ def _latency(snapshot: Snapshot, width: int) -> list[Text]:
     for name, values, direction, rate, history in rates:
         text = Text(f" {name}", "bold")
         for share, value in zip(("p50", "p90", "p99"), values or (None,) * 3, strict=False):
-            text.append(f"  {share} ").append(f"{'–' if value is None else seconds(value):>8}", "bold")
+            text.append(f"  {share} ").append(f"{'-' if value is None else seconds(value):>8}", "bold")
         text.append(f"   {direction} {short(rate):>5} tok/s ")
         text.append(sparkline(history, width - text.cell_len - 1), DECODE)
         lines.append(text)
@@ -155,7 +155,8 @@ def _iteration(iteration: Iteration, width: int) -> Text:
     took = "" if iteration.milliseconds is None else f"{iteration.milliseconds:.1f} ms"
     tail = f"  {iteration.decodes:>4} + {iteration.chunk_tokens:<5}{took:>10}"
     if width >= NARROW:
-        tail += f"  {iteration.chunks} chunk{'' if iteration.chunks == 1 else 's'}".ljust(11)
+        chunks = f"{iteration.chunks} chunk{'' if iteration.chunks == 1 else 's'}" if iteration.chunks else ""
+        tail += f"  {chunks:<9}"
     text = Text(f" {iteration.replica}.{iteration.lane} {iteration.step:>7} ")
     parts = ((iteration.decodes, "█", DECODE), (iteration.chunk_tokens, "▓", CHUNK), (unused, "░", FREE))
     text.append_text(bar(parts, iteration.budget, width - text.cell_len - len(tail) - 1))

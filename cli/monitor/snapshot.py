@@ -113,7 +113,7 @@ class Tracker:
         return self.last
 
     def take(self, reply: StatusReply, records: list[IterationRecord], time: float, now: float) -> Snapshot:
-        """A reply that came at ``now`` (monotonic; ``time`` is the wall clock), and the records since the last one."""
+        """A reply that came at ``now`` (monotonic; ``time`` is the wall clock), and records since the one before."""
         if reply.instance != self._instance:
             self._instance = reply.instance
             self._past.clear()
