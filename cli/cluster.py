@@ -31,7 +31,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from .options import Network, ServeOptions, UsageError, parse_bytes
+from .errors import UsageError
+from .options import Network, ServeOptions, parse_bytes
 
 T = TypeVar("T")
 

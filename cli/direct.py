@@ -21,10 +21,11 @@ from ..control.wire.keys import KeyFault
 from ..control.wire.sockets import EndpointError
 from .chat import run_chat
 from .children import gateway_argv
+from .errors import UsageError
 from .generate import complete
 from .listener import listen, url_of
 from .openai_http import Draw
-from .options import ServeOptions, UsageError, check_model
+from .options import ServeOptions, check_model
 
 #: Seconds for an answer of the control process, and for the gateway to start.
 _ANSWER_S = 5.0

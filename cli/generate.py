@@ -6,9 +6,10 @@ The answer goes to stdout as it is made; everything else goes to stderr.
 import asyncio
 import sys
 
+from .errors import UsageError
 from .launcher import serve
 from .openai_http import Draw, ServerError, connect, first_model, stream
-from .options import ServeOptions, UsageError, check_model, settle
+from .options import ServeOptions, check_model, settle
 
 
 def complete(url: str | None, model: str | None, prompt: str, draw: Draw) -> int:

@@ -12,7 +12,9 @@ from typing import Annotated
 import typer
 
 from .. import __version__
+from .bench_commands import bench
 from .cluster_commands import keys, launch, worker
+from .errors import MemoryShort, UsageError
 from .flags import SETTINGS, Dtype, LogLevel, env
 
 app = typer.Typer(
@@ -358,7 +360,7 @@ def status(
     raise typer.Exit(run_status(url, as_json))
 
 
-for _command in (launch, worker, keys):
+for _command in (launch, worker, keys, bench):
     app.command(context_settings=SETTINGS)(_command)
 
 
@@ -393,8 +395,6 @@ app.command("top", context_settings=SETTINGS, hidden=True)(monitor)
 
 def run() -> None:
     """The ``evenflow`` command."""
-    from .options import MemoryShort, UsageError
-
     try:
         app()
     except UsageError as error:

@@ -14,6 +14,7 @@ import psutil
 
 from ..control.wire.keys import KeyFault, Role, server_keys
 from ..control.wire.location import ModelNotFound, locate_model
+from .errors import MemoryShort, UsageError
 
 #: The model name that starts scripted workers instead of real ones (for tests of the control plane).
 SCRIPTED = "scripted"
@@ -28,14 +29,6 @@ KV_LEAST = 1 << 20
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?B)?", re.IGNORECASE)
 _TCP = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9_.*-]+):(\d{1,5})")
 _SCALE = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-
-
-class UsageError(Exception):
-    """The command line asks for something that cannot be: one sentence, exit code 2."""
-
-
-class MemoryShort(Exception):
-    """This machine has not the memory that was asked for: one sentence, exit code 1."""
 
 
 DTYPES = ("bfloat16", "float32")

@@ -22,7 +22,8 @@ from ..control.wire.dialling import dial_followed
 from ..control.wire.keys import DialKeys, KeyFault, dial_keys
 from ..control.wire.sockets import EndpointError, close_context, new_context
 from .children import worker_argv
-from .options import ServeOptions, UsageError, check_model, settle, threads_per_worker, usable_cores
+from .errors import UsageError
+from .options import ServeOptions, check_model, settle, threads_per_worker, usable_cores
 
 _LOOK_MS = 200
 #: A control process that was restarted meanwhile has lost the question.

@@ -47,6 +47,8 @@ class Asked:
     model: str
     stream: bool
     usage: bool
+    #: The usage so far, in every chunk.
+    continuous: bool = False
     #: Alternatives for each token of the prompt, None for no log-probabilities of it.
     prompt_logprobs: int | None = None
 
@@ -185,8 +187,9 @@ async def _stream(
     absent = None if asked.usage else UNSET
     model = asked.model
 
-    async def chunk(choice: DeltaChoice | CompletionChoice) -> None:
-        message = Answer(identifier, shape.chunk_object, created, model, [choice], absent)  # pyright: ignore[reportArgumentType]
+    async def chunk(choice: DeltaChoice | CompletionChoice, generation: Generation) -> None:
+        usage = _so_far(generation) if asked.continuous else absent
+        message = Answer(identifier, shape.chunk_object, created, model, [choice], usage)  # pyright: ignore[reportArgumentType]
         await writer.event(_encode(message))
 
     failed: list[ApiError] = []
@@ -194,10 +197,10 @@ async def _stream(
     async def run(index: int, generation: Generation) -> None:
         try:
             if shape.opening is not None:
-                await chunk(shape.opening(index))
+                await chunk(shape.opening(index), generation)
             while (piece := await generation.piece()) is not None:
-                await chunk(shape.piece(index, piece))
-            await chunk(shape.last(index, generation.finish_reason or "stop"))
+                await chunk(shape.piece(index, piece), generation)
+            await chunk(shape.last(index, generation.finish_reason or "stop"), generation)
         except ApiError as error:
             # Ends the other choices, too: the first error is the one that is told.
             failed.append(error)
@@ -216,6 +219,12 @@ async def _stream(
         figures = await _usage(generations)
         await writer.event(_encode(Answer(identifier, shape.chunk_object, created, model, [], figures)))
     await writer.event(DONE)
+
+
+def _so_far(generation: Generation) -> Usage:
+    """Of one choice, as vLLM has it: its whole prompt, and the tokens that are out with this chunk or before."""
+    prompt, completion = generation.prompt_length, generation.completion_tokens
+    return Usage(prompt, completion, prompt + completion, PromptDetails(generation.cached_tokens))
 
 
 async def _usage(generations: list[Generation]) -> Usage:

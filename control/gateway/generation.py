@@ -111,6 +111,11 @@ class Generation:
         return self._reporting.logprobs >= 0
 
     @property
+    def prompt_length(self) -> int:
+        """Tokens of its prompt, whichever choice of it this is."""
+        return len(self._ids)
+
+    @property
     def cached_tokens(self) -> int:
         return self._stream.cached_tokens if self._first else 0
 

@@ -147,12 +147,13 @@ class Routes:
     async def metrics(self, _: Request) -> Response:
         return Response(self._service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    def _asked(self, http: Request, request: CommonFields, usage: bool) -> Asked:
+    def _asked(self, http: Request, request: CommonFields, usage: tuple[bool, bool]) -> Asked:
         return Asked(
             name=http.state.request_id,
             model=self._service.names[0],
             stream=bool(request.stream),
-            usage=usage,
+            usage=usage[0],
+            continuous=usage[1],
             prompt_logprobs=request.prompt_logprobs,
         )
 

@@ -11,6 +11,8 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 
 class StreamOptions(Struct):
     include_usage: bool | None = None
+    #: With ``include_usage``: the usage so far in every chunk, of the chunk's choice.
+    continuous_usage_stats: bool | None = None
 
 
 class CommonFields(Struct, kw_only=True):

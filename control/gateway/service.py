@@ -278,13 +278,16 @@ def output_limit(request: CommonFields) -> int | None:
     return limit
 
 
-def check_stream_options(request: CommonFields) -> bool:
-    """Whether a usage chunk is wanted. Raises ``ApiError`` for options without a stream."""
-    if request.stream_options is None:
-        return False
+def check_stream_options(request: CommonFields) -> tuple[bool, bool]:
+    """Whether a usage chunk is wanted, and usage in every other chunk too. Raises ``ApiError`` for options without a
+    stream."""
+    options = request.stream_options
+    if options is None:
+        return False, False
     if not request.stream:
         raise invalid("stream_options is only allowed when stream is true", "stream_options")
-    return bool(request.stream_options.include_usage)
+    usage = bool(options.include_usage)
+    return usage, usage and bool(options.continuous_usage_stats)
 
 
 def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 from evenflow.cli.children import build_plan
 from evenflow.cli.cluster import read_cluster
+from evenflow.cli.errors import UsageError
 from evenflow.cli.keys import make_keys
 from evenflow.cli.launcher import waiting_lines
 from evenflow.cli.listener import PortTaken, open_door
-from evenflow.cli.options import Network, ServeOptions, UsageError, check_keys, settle
+from evenflow.cli.options import Network, ServeOptions, check_keys, settle
 from evenflow.cli.run_dir import RunDir
 from evenflow.cli.worker import Place, Refused, ask_terms, external_argv
 from evenflow.control.wire import Terms

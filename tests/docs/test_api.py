@@ -43,7 +43,7 @@ COMMON, COMPLETIONS, CHAT = "Fields of completions and chat", "Only completions"
 def test_every_field_is_documented(title: str, kind: type) -> None:
     own = set(kind.__struct_fields__) - (set() if kind is CommonFields else set(CommonFields.__struct_fields__))
     assert set(fields(title)) == own
-    assert set(StreamOptions.__struct_fields__) == {"include_usage"}
+    assert set(StreamOptions.__struct_fields__) == {"include_usage", "continuous_usage_stats"}
 
 
 def test_every_range_is_the_tables() -> None:

@@ -90,6 +90,28 @@ def test_str_6_usage_in_streams(tmp_path: Path) -> None:
     drive(work, tmp_path)
 
 
+def test_str_6_usage_in_every_chunk(tmp_path: Path) -> None:
+    every = {"include_usage": True, "continuous_usage_stats": True}
+
+    async def work(endpoint: str) -> None:
+        async with gateway(endpoint, endless("la la la")) as g:
+            for send in (g.chat, g.completion):
+                chunks = events(await send(stream=True, max_tokens=6, n=2, stream_options=every))[:-1]
+                totals = chunks.pop()
+                assert totals["choices"] == [] and totals["usage"]["completion_tokens"] == 12
+                for index in (0, 1):
+                    mine = [c["usage"] for c in chunks if c["choices"][0]["index"] == index]
+                    counts = [usage["completion_tokens"] for usage in mine]
+                    assert counts == sorted(counts) and counts[-1] == 6
+                    assert counts[0] == (0 if send == g.chat else counts[0])
+                    assert {u["prompt_tokens"] for u in mine} == {totals["usage"]["prompt_tokens"]}
+                    assert all(u["total_tokens"] == u["prompt_tokens"] + u["completion_tokens"] for u in mine)
+            alone = events(await g.chat(stream=True, stream_options={"continuous_usage_stats": True}, max_tokens=2))
+            assert all("usage" not in chunk for chunk in alone[:-1])
+
+    drive(work, tmp_path)
+
+
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_str_7_the_order_of_chunks(tmp_path: Path, count: int) -> None:
     async def work(endpoint: str) -> None:

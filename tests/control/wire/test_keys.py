@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
+from evenflow.cli.errors import UsageError
 from evenflow.cli.keys import add_peer, make_keys
-from evenflow.cli.options import UsageError
 from evenflow.control.wire.keys import KeyFault, allow_list, dial_keys, new_pair, server_keys
 from zmq.utils import z85
 

@@ -1,0 +1,1 @@
+"""``evenflow bench``: load on any OpenAI-compatible server, and what its streams felt like."""

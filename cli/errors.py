@@ -1,0 +1,9 @@
+"""What a command may raise for its user to read. Here, and not where it is raised: to catch it loads nothing."""
+
+
+class UsageError(Exception):
+    """The command line asks for something that cannot be: one sentence, exit code 2."""
+
+
+class MemoryShort(Exception):
+    """This machine has not the memory that was asked for: one sentence, exit code 1."""
