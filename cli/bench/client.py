@@ -268,4 +268,5 @@ async def exchange(
         if outcome.ended is None:
             outcome.ended = loop.time()
         if transport is not None:
-            transport.close()
+            # At once, whatever is still to be written.
+            transport.abort()

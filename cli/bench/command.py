@@ -122,9 +122,9 @@ class _Progress:
 
     def show(self, load: Load) -> None:
         now = time.monotonic()
-        done = len(load.outcomes) - load.running
-        failed = sum(1 for outcome in load.outcomes if outcome.failure)
-        tokens = sum(outcome.tokens for outcome in load.outcomes)
+        running = len(load.running)
+        done = len(load.outcomes) - running
+        tokens = load.tokens + sum(outcome.tokens for outcome in load.running.values())
         speed = (tokens - self._tokens) / max(now - self._at, 1e-3)
         self._tokens, self._at = tokens, now
         shares = [done / self._total] if self._total else []
@@ -133,7 +133,7 @@ class _Progress:
         filled = round(_BAR * min(1.0, max(shares, default=0.0)))
         total = f"/{self._total}" if self._total else ""
         line = (
-            f"[{'#' * filled}{'.' * (_BAR - filled)}] {done}{total} done, {load.running} running, {failed} failed,"
+            f"[{'#' * filled}{'.' * (_BAR - filled)}] {done}{total} done, {running} running, {load.failed} failed,"
             f" {speed:.0f} tokens/s"
         )
         with suppress(OSError):

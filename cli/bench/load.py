@@ -25,7 +25,10 @@ class Load:
 
     outcomes: list[Outcome] = field(default_factory=list)
     wakes: "array[float]" = field(default_factory=lambda: array("d"))
-    running: int = 0
+    #: The outcomes that are still being filled, and sums over the others.
+    running: dict[int, Outcome] = field(default_factory=dict)
+    failed: int = 0
+    tokens: int = 0
     interrupted: bool = False
 
 
@@ -92,14 +95,16 @@ async def _drive(work: Work, load: Load, selector: StampingSelector) -> None:
     async def one(planned: Planned, body: bytes, due: float | None) -> None:
         outcome = Outcome(planned.index, due, loop.time())
         load.outcomes.append(outcome)
-        load.running += 1
+        load.running[planned.index] = outcome
         try:
             await exchange(work.target, body, outcome, lambda: (selector.woke, selector.late), work.timeout)
         except asyncio.CancelledError:
             outcome.unfinished = True
             raise
         finally:
-            load.running -= 1
+            del load.running[planned.index]
+            load.failed += bool(outcome.failure)
+            load.tokens += outcome.tokens
 
     async def take_turns() -> None:
         for planned in work.requests:

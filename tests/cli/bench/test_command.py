@@ -7,10 +7,15 @@ import signal
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
+from evenflow.cli.bench.command import BenchOptions, run_bench
+from evenflow.cli.errors import UsageError
+from evenflow.cli.main import app
 from live_server import EVENFLOW, PATIENCE, live, wait_for
 from steady_server import Manners, steady
 
@@ -30,26 +35,42 @@ def bench(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     )
 
 
-def as_json(*arguments: str) -> tuple[int, dict[str, Any]]:
-    result = bench(*arguments, "--json")
+def parsed(result: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     assert result.stderr == "", result.stderr
-    return result.returncode, json.loads(result.stdout)
+    return json.loads(result.stdout)
+
+
+Run = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """The command in this process, for what does not depend on time: exit code and output."""
+
+    def work(*arguments: str) -> tuple[int, str]:
+        code = typer.main.get_command(app)(["bench", *arguments], standalone_mode=False)
+        said = capsys.readouterr()
+        assert said.err == ""
+        return code, said.out
+
+    return work
 
 
 def test_one_token_every_20_ms_to_50_streams_ops1() -> None:
     manners = Manners()
     with steady(manners) as server:
-        code, said = as_json(
-            server.url, "--rate", "500", "-n", "50", "--prompt-tokens", "5:9", "--output-tokens", "40"
+        result = bench(
+            server.url, "--rate", "500", "-n", "50", "--prompt-tokens", "5:9", "--output-tokens", "40", "--json"
         )
+        code, said = result.returncode, parsed(result)
     assert code in WELL and said["completed"] == 50 and said["failed"] == 0
     assert said["output_lens"] == [40] * 50 and said["total_output_tokens"] == 2000
     assert all(len(gaps) == 39 for gaps in said["itls"])
     for gaps in said["itls"]:
-        # Generous: server and client share a busy machine.
-        assert 0.015 < statistics.median(gaps) < 0.025
-        assert 0.6 < sum(gaps) < 1.6
-    assert said["median_itl_ms"] == pytest.approx(20, abs=5)
+        # Generous: server and client share a busy machine. A run that calls itself valid has no such excuse.
+        assert 0.6 < sum(gaps) < 3.0
+        assert abs(statistics.median(gaps) - 0.02) < (0.003 if code == 0 else 0.015)
+    assert said["median_itl_ms"] == pytest.approx(20, abs=10)
     assert said["evenflow"]["tokens_counted_by"] == "usage" and said["evenflow"]["prompts"] == "words"
     assert said["evenflow"]["send_lag_seconds"]["count"] == 50
     assert manners.most_open > 30, "arrivals do not wait for answers"
@@ -57,16 +78,17 @@ def test_one_token_every_20_ms_to_50_streams_ops1() -> None:
     assert all(body["ignore_eos"] and body["max_tokens"] == 40 for body in manners.bodies)
 
 
-def test_a_chunk_of_several_tokens_is_one_gap_and_zeros_ops1() -> None:
+def test_a_chunk_of_several_tokens_is_one_gap_and_zeros_ops1(run: Run) -> None:
     with steady(Manners(batch=4)) as server:
-        code, said = as_json(server.url, "-c", "2", "-n", "4", "--output-tokens", "12")
+        code, out = run(server.url, "-c", "2", "-n", "4", "--output-tokens", "12", "--json")
+        said = json.loads(out)
     assert code in WELL and said["output_lens"] == [12] * 4
     for gaps in said["itls"]:
-        assert [gap > 0 for gap in gaps] == [False] * 3 + [True, False, False, False] * 2
+        assert [gap for index, gap in enumerate(gaps) if index % 4 != 3] == [0.0] * 9
+        assert sum(gaps) > 0
     with steady(Manners(batch=4, usage=False)) as server:
-        result = bench(server.url, "-c", "2", "-n", "4", "--output-tokens", "12")
-    assert result.returncode in WELL and "each taken for one token" in result.stdout
-    assert "48 of output" in result.stdout
+        code, out = run(server.url, "-c", "2", "-n", "4", "--output-tokens", "12")
+    assert code in WELL and "each taken for one token" in out and "48 of output" in out
 
 
 @pytest.mark.parametrize(
@@ -77,37 +99,45 @@ def test_a_chunk_of_several_tokens_is_one_gap_and_zeros_ops1() -> None:
         (Manners(every=3, status=429), "HTTP 429"),
     ],
 )
-def test_failures_are_counted_and_fail_the_run(manners: Manners, kind: str) -> None:
+def test_failures_are_counted_and_fail_the_run(run: Run, manners: Manners, kind: str) -> None:
     with steady(manners) as server:
-        code, said = as_json(server.url, "--rate", "100", "--arrivals", "constant", "-n", "9", "--output-tokens", "6")
+        code, out = run(
+            server.url, "--rate", "100", "--arrivals", "constant", "-n", "9", "--output-tokens", "6", "--json"
+        )
+        said = json.loads(out)
     assert code == 1 and (said["completed"], said["failed"]) == (6, 3)
     assert said["evenflow"]["failures"] == {kind: 3} and len(said["errors"]) == 3
     assert len(said["ttfts"]) == 6
 
 
-def test_a_server_without_extensions_is_asked_plainly() -> None:
+def test_a_server_without_extensions_is_asked_plainly(run: Run) -> None:
     manners = Manners(refuses=("ignore_eos", "continuous_usage_stats"))
     with steady(manners) as server:
-        code, said = as_json(f"{server.url}/v1/completions", "-c", "1", "-n", "2", "--output-tokens", "5")
+        code, out = run(f"{server.url}/v1/completions", "-c", "1", "-n", "2", "--output-tokens", "5", "--json")
+        said = json.loads(out)
     assert code in WELL and said["evenflow"]["tokens_counted_by"] == "chunks"
     assert manners.bodies[0]["stream_options"] == {"include_usage": True} and "ignore_eos" not in manners.bodies[0]
 
 
-def test_a_trace_is_replayed(tmp_path: Path) -> None:
+def test_a_trace_is_replayed(run: Run, tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("arrival,prompt,output\n0.0,3,4\n0.3,6,5\n0.1,4,3\n")
     manners = Manners()
     with steady(manners) as server:
-        code, said = as_json(server.url, "--trace", str(trace))
+        code, out = run(server.url, "--trace", str(trace), "--json")
+        said = json.loads(out)
     assert code in WELL and said["output_lens"] == [4, 3, 5]
     starts = said["start_times"]
     assert starts[1] - starts[0] > 0.09 and starts[2] - starts[0] > 0.29
 
 
-def test_duration_ends_a_closed_loop() -> None:
+def test_duration_ends_a_closed_loop(run: Run) -> None:
     manners = Manners()
     with steady(manners) as server:
-        code, said = as_json(server.url, "-c", "3", "--duration", "400ms", "--output-tokens", "5", "--ttft-slo", "9s")
+        code, out = run(
+            server.url, "-c", "3", "--duration", "400ms", "--output-tokens", "5", "--ttft-slo", "9s", "--json"
+        )
+        said = json.loads(out)
     assert code in WELL and 3 <= said["completed"] <= 20 and manners.most_open == 3
     assert said["request_goodput"] is not None
 
@@ -129,7 +159,7 @@ def test_an_interrupt_prints_what_there_is() -> None:
     assert "4 unfinished" in out and "TBT" in out and "Interrupted" in out
 
 
-def test_a_terminal_gets_a_bar_and_a_pipe_does_not_obs4() -> None:
+def test_a_terminal_gets_a_bar_and_a_pipe_does_not_obs4(run: Run) -> None:
     with steady(Manners()) as server:
         ours, theirs = pty.openpty()
         try:
@@ -152,21 +182,27 @@ def test_a_terminal_gets_a_bar_and_a_pipe_does_not_obs4() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"),
+    ("flags", "named"),
     [
-        ([], "one of --rate"),
-        (["--rate", "1", "-c", "1"], "one of --rate"),
-        (["--rate", "0"], "--rate"),
-        (["-c", "0"], "--concurrency"),
-        (["-c", "1", "-n", "0"], "--requests"),
-        (["-c", "1", "--output-tokens", "5:1"], "--output-tokens"),
-        (["-c", "1", "--tbt-slo", "soon"], "--tbt-slo"),
-        (["--trace", "/no/such.csv"], "--trace"),
+        ({}, "one of --rate"),
+        ({"rate": 1.0, "concurrency": 1}, "one of --rate"),
+        ({"rate": 0.0}, "--rate"),
+        ({"rate": float("nan")}, "--rate"),
+        ({"concurrency": 0}, "--concurrency"),
+        ({"concurrency": 1, "requests": 0}, "--requests"),
+        ({"concurrency": 1, "output": "5:1"}, "--output-tokens"),
+        ({"concurrency": 1, "tbt_slo": "soon"}, "--tbt-slo"),
+        ({"trace": Path("/no/such.csv")}, "--trace"),
     ],
 )
-def test_bad_usage_is_exit_code_2(arguments: list[str], named: str) -> None:
-    result = bench("http://127.0.0.1:1", *arguments)
-    assert result.returncode == 2 and named in result.stderr and result.stdout == ""
+def test_bad_usage_names_the_flag(flags: dict[str, Any], named: str) -> None:
+    with pytest.raises(UsageError, match=named):
+        run_bench(BenchOptions("http://127.0.0.1:1", **flags))
+
+
+def test_bad_usage_is_exit_code_2() -> None:
+    result = bench("http://127.0.0.1:1")
+    assert result.returncode == 2 and "one of --rate" in result.stderr and result.stdout == ""
 
 
 def test_no_server() -> None:
@@ -177,9 +213,20 @@ def test_no_server() -> None:
 def test_evenflow_itself() -> None:
     with live("scripted", "--step-ms", "10") as server:
         for extra, prompts in (([], "token ids"), (["--chat"], "words")):
-            code, said = as_json(
-                server.url, "--rate", "40", "-n", "12", "--prompt-tokens", "20", "--output-tokens", "16", *extra
+            result = bench(
+                server.url,
+                "--rate",
+                "40",
+                "-n",
+                "12",
+                "--prompt-tokens",
+                "20",
+                "--output-tokens",
+                "16",
+                *extra,
+                "--json",
             )
+            code, said = result.returncode, parsed(result)
             assert code in WELL and said["completed"] == 12, said["errors"]
             assert said["output_lens"] == [16] * 12
             assert said["evenflow"]["tokens_counted_by"] == "usage" and said["evenflow"]["prompts"] == prompts
@@ -187,7 +234,7 @@ def test_evenflow_itself() -> None:
             assert said["median_itl_ms"] > 5
 
 
-def test_help_loads_nothing_heavy_obs4() -> None:
+def test_help_loads_nothing_heavy_obs4(run: Run) -> None:
     program = """
 import sys
 from evenflow.cli.main import run
