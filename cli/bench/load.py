@@ -125,6 +125,8 @@ async def _drive(work: Work, load: Load, selector: StampingSelector) -> None:
             if (wait := due - loop.time()) > 0:
                 await asyncio.sleep(wait)
             group.create_task(one(planned, body, due))
+            # It leaves before the next body is made.
+            await asyncio.sleep(0)
 
 
 class _Probe:

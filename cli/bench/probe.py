@@ -8,7 +8,7 @@ import ssl
 import urllib.parse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import msgspec
@@ -111,9 +111,10 @@ def request_body(abilities: Abilities, prompt: Sequence[int] | Sequence[str], ou
     """The fields of a request for ``output`` tokens after ``prompt``, ids or words."""
     body: dict[str, Any] = {"model": abilities.model, "max_tokens": output, "temperature": 0, "stream": True}
     body |= abilities.options
-    if abilities.chat:
-        return body | {"messages": [{"role": "user", "content": " ".join(map(str, prompt))}]}
-    return body | {"prompt": prompt if abilities.ids is not None else " ".join(map(str, prompt))}
+    if abilities.ids is not None:
+        return body | {"prompt": prompt}
+    text = " ".join(cast(Sequence[str], prompt))
+    return body | ({"messages": [{"role": "user", "content": text}]} if abilities.chat else {"prompt": text})
 
 
 def encode_body(body: dict[str, Any]) -> bytes:
