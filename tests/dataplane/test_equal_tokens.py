@@ -16,7 +16,7 @@ from real_server import real_server
 BUDGETS = (1, 7, 16, 17, 64, 250, 1000, 4096)
 BLOCK_SIZES = (8, 16, 32)
 STAGES = (1, 2, 3)
-NEW = 4
+NEW = 6
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +70,7 @@ def requests_for(
         brief = budget == 1 and i > 1
         own = tuple(draw.randrange(vocabulary) for _ in range(1 + i % 3 if brief else block_size - 1 + i % 3))
         shared = probe[: block_size + 1] if i % 2 and not brief else ()
-        output = 2 if brief else block_size * 3 // 2 if budget == 1 else 7
+        output = 2 if brief else block_size * 3 // 2 if budget == 1 else 12
         found.append((shared + own, output))
     return found
 
