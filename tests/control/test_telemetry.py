@@ -38,8 +38,8 @@ class Watched:
         self.expected_tbt: Counter[float] = Counter()
         self._last: dict[tuple[int, int], float] = {}
         self._seen: Counter[tuple[int, int]] = Counter()
-        self._inner, self._outer = server.engine.step, server.step
-        server.engine.step = self._engine_step  # type: ignore[method-assign]
+        self._inner, self._outer = server.decide, server.step
+        server.decide = self._engine_step
         server.step = self._step  # type: ignore[method-assign]
 
     def _engine_step(self, event: Event, now: float) -> list:

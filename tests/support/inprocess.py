@@ -128,6 +128,7 @@ class InProcess:
         self.limits, self.stages, self.num_slots, self.check = limits, stages, num_slots, check
         self.num_blocks = num_blocks
         self.engine = Engine(limits)
+        self.decide = self.engine.step  #: for a test that watches what goes in and comes out
         self.fanout = Fanout()
         self.clients: dict[int, StreamClient] = {}
         self.rejected: list[Rejected] = []
@@ -208,7 +209,7 @@ class InProcess:
 
     def step(self, event: Event) -> None:
         self.now += 1.0
-        for effect in self.engine.step(event, self.now):
+        for effect in self.decide(event, self.now):
             if isinstance(effect, SendPlan):
                 self.plans.append(effect)
                 plan = effect.plan

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from array import array
 from pathlib import Path
-from typing import Any
 
 import pytest
 from evenflow.control.build_core import build
@@ -432,28 +431,20 @@ def written(effects: list[Effect]) -> list[bytes]:
     return found
 
 
-class Recorder:
-    """An engine that keeps the events it was given and the bytes of what it did about them."""
+def recorded() -> tuple[InProcess, list[Event], list[bytes]]:
+    """A run with preemptions, aborts and a lost replica: what the engine was given, and what it did about it."""
+    server = shadow_server(stages=2, replicas=2, blocks=12, block_size=8, budget=40, seqs=8, check=False)
+    events: list[Event] = [ReplicaUp(r, server.epochs[r], 2, 12, server.num_slots) for r in range(2)]
+    effects: list[bytes] = []
+    step = server.decide
 
-    def __init__(self, engine: Engine, events: list[Event]) -> None:
-        self.engine, self.events = engine, events
-        self.effects: list[bytes] = []
-
-    def step(self, event: Event, now: float) -> list[Effect]:
-        self.events.append(event)
-        done = self.engine.step(event, now)
-        self.effects.extend(written(done))
+    def recording(event: Event, now: float) -> list[Effect]:
+        events.append(event)
+        done = step(event, now)
+        effects.extend(written(done))
         return done
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.engine, name)
-
-
-def recorded() -> tuple[InProcess, Recorder]:
-    """A run with preemptions, aborts and a lost replica."""
-    server = shadow_server(stages=2, replicas=2, blocks=12, block_size=8, budget=40, seqs=8, check=False)
-    ups: list[Event] = [ReplicaUp(r, server.epochs[r], 2, 12, server.num_slots) for r in range(2)]
-    server.engine = recorder = Recorder(server.engine, ups)
+    server.decide = recording
     for key in range(20):
         server.submit(key, prompt(5 + 3 * key, seed=key % 7), 5 + key, owner=key % 3)
         advance(server, 5)
@@ -464,13 +455,12 @@ def recorded() -> tuple[InProcess, Recorder]:
         if key == 15:
             server.bring_up(1)
     server.run(scrambled(4))
-    return server, recorder
+    return server, events, effects
 
 
 def test_same_events_give_the_same_effects_byte_for_byte() -> None:
     """Recorded, then replayed into a new engine."""
-    server, recorder = recorded()
-    events, effects = recorder.events, recorder.effects
+    server, events, effects = recorded()
     assert any(isinstance(event, Aborted) for event in events) and len(effects) > 500
     assert server.engine.counters["preemptions"] + sum(r.preemptions for r in server.engine.replicas.values())
     again = Engine(server.limits)
@@ -486,7 +476,7 @@ def test_the_compiled_core_decides_like_the_interpreted_one() -> None:
         can_build = False
     code = (
         "import hashlib, evenflow.control.core.replica as core; from test_rules import recorded;"
-        "print(core.__file__, hashlib.sha256(b''.join(recorded()[1].effects)).hexdigest())"
+        "print(core.__file__, hashlib.sha256(b''.join(recorded()[2])).hexdigest())"
     )
     said: list[tuple[str, str]] = []
     for pure in ("0", "1"):
