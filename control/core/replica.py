@@ -448,10 +448,11 @@ class Replica:
     def evacuate(self) -> tuple[list[Sequence], list[Ended]]:
         """End the epoch: all unfinished sequences, with the tokens whose results came, and the ownership that ends.
 
-        Sequences in a plan that may have been running count one death more.
+        Sequences in a plan that may have been running count one death more: in any that is out, since a worker
+        launches the next plan before it tells of the last, and dies with what it had not told.
         """
         suspects: dict[Sequence, None] = {}
-        for record in list(self.inflight)[: self.stages]:
+        for record in self.inflight:
             for seq in record.finals + record.partial:
                 suspects[seq] = None
             for slot in _bits(record.decodes):

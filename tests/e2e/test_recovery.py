@@ -216,5 +216,4 @@ def test_poison_request() -> None:
         # It is forgotten: the server goes on.
         wait_for(lambda: server.get("/ready") == 200)
         assert server.post("/v1/completions", prompt="a", max_tokens=5).status_code == 200
-        # A death may be noticed twice: by the connection, and by the exit of a process that is already replaced.
-        assert 3 <= server.log.count("epoch over") <= 6
+        assert server.log.count("epoch over") == 3

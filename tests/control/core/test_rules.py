@@ -348,6 +348,22 @@ def test_a_request_that_kills_three_workers_fails_and_the_others_go_on(stages: i
     server.assert_idle()
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_death_is_blamed_on_the_plan_behind_a_result_that_died_too(stages: int) -> None:
+    """A worker launches a plan before it tells of the last: what seems to wait may be what killed it."""
+    server = shadow_server(stages=stages)
+    server.submit(0, prompt(12), 60)
+    advance(server, 8)
+    server.submit(1, prompt(12, seed=2), 5)
+    seq = server.engine.requests[0][1]
+    waiting = list(only(server).inflight)[stages:]
+    while not any(seq in record.finals for record in waiting):
+        advance(server, 1)
+        waiting = list(only(server).inflight)[stages:]
+    server.crash(0)
+    assert seq.deaths == 1
+
+
 def test_a_suspect_that_outlives_its_doubt_is_trusted_again() -> None:
     server = shadow_server()
     for key in range(3):
