@@ -7,6 +7,7 @@ each; pairwise cells with SmolLM2. What is expected was computed alone, whole, w
 
 from collections.abc import Iterator
 from functools import cache
+from itertools import product
 from random import Random
 
 import pytest
@@ -91,9 +92,7 @@ def test_every_cell_of_a_random_model(budget: int, stages: int) -> None:
             requests = requests_for(512, budget, probe_size(budget, block_size), block_size, mates)
             most = max(-(-(len(tokens) + count) // block_size) for tokens, count in requests)
             scarce = max(most, -(-len(requests[0][0]) // block_size) + 3)
-            # One sequence on a fresh server finds nothing in the cache and preempts nobody: one cell stands for four.
-            ways = [(caching, blocks) for caching in (True, False) for blocks in (None, scarce)]
-            for caching, blocks in ways if mates else [(True, scarce)]:
+            for caching, blocks in product((True, False), (None, scarce)):
                 preempted += run_cell(
                     "random",
                     requests,
