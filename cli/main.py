@@ -286,16 +286,8 @@ def generate(
     from .openai_http import Draw
 
     text = sys.stdin.read() if prompt is None else prompt
-    draw = Draw(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        stop=tuple(stop or ()) or None,
-        seed=seed,
-    )
+    stops = tuple(stop or ()) or None
+    draw = Draw(max_tokens, temperature, top_p, top_k, min_p, repetition_penalty, stops, seed)
     if connect is not None:
         from .direct import generate_directly
 
@@ -324,16 +316,8 @@ def chat(
     """Talk with a running server."""
     from .openai_http import Draw
 
-    draw = Draw(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        stop=tuple(stop or ()) or None,
-        seed=seed,
-    )
+    stops = tuple(stop or ()) or None
+    draw = Draw(max_tokens, temperature, top_p, top_k, min_p, repetition_penalty, stops, seed)
     if connect is not None:
         from .direct import chat_directly
 

@@ -10,25 +10,10 @@ from evenflow.control.core.events import Limits
 from evenflow.control.gateway.metrics import Metrics
 from evenflow.control.options import ControlOptions
 from evenflow.control.server import ControlServer
-from evenflow.control.wire import Hello, Result, Started, StatusReply, Submit
+from evenflow.control.wire import Result, Started, StatusReply, Submit
+from one_worker import WORKER
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
-WORKER = Hello(
-    version=1,
-    replica=0,
-    stage=0,
-    rank=0,
-    stages=1,
-    pid=7,
-    model="m",
-    eos_ids=(),
-    block_size=16,
-    num_blocks=64,
-    max_tokens=256,
-    num_slots=64,
-    max_model_len=256,
-    vocab_size=100,
-)
 
 
 def control_reply(folder: Path, monkeypatch: pytest.MonkeyPatch) -> StatusReply:

@@ -10,7 +10,8 @@ import zmq
 from evenflow.control.core.events import Limits
 from evenflow.control.options import ControlOptions
 from evenflow.control.server import ControlServer
-from evenflow.control.wire import Hello, Result, Started, Submit, Tick, decode_to_client
+from evenflow.control.wire import Result, Started, Submit, Tick, decode_to_client
+from one_worker import WORKER
 
 
 def test_tokens_are_told_before_their_slot_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,23 +36,7 @@ def test_tokens_are_told_before_their_slot_is_given_up(tmp_path: Path, monkeypat
         monkeypatch.setattr(server._clients, "send", tell)
         monkeypatch.setattr(server._workers, "send", send)
         try:
-            hello = Hello(
-                version=1,
-                replica=0,
-                stage=0,
-                rank=0,
-                stages=1,
-                pid=7,
-                model="m",
-                eos_ids=(),
-                block_size=16,
-                num_blocks=64,
-                max_tokens=256,
-                num_slots=64,
-                max_model_len=256,
-                vocab_size=100,
-            )
-            server._act(server.supervisor.take(b"w", hello, 0.0))
+            server._act(server.supervisor.take(b"w", WORKER, 0.0))
             epoch = server.supervisor.sites[0].epoch
             server._act(server.supervisor.take(b"w", Started(epoch), 0.0))
             session, _ = server.sessions.open(b"c", "test", 0.0)

@@ -4,7 +4,6 @@ The prompt comes in chunks, KV memory is NaN beforehand, and both logits and gre
 """
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,6 @@ from runner_driver import generate, sequence
 from safetensors.torch import load_file, save_file
 from tiny_models import answer, change_config, expected, oracle, runners, write
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def prompt_of(length: int) -> list[int]:

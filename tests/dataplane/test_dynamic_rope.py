@@ -2,12 +2,10 @@
 one length may share them. Every request gets the tokens that it gets alone, with prefix cache and preemption.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
 
 import pytest
-import torch
 from evenflow.control.core.events import Limits
 from evenflow.dataplane.model_runner import ModelRunner
 from evenflow.dataplane.models.rope import RopeScaling
@@ -18,14 +16,6 @@ TRAINED = 64
 NEW = 12
 _random = Random(3)
 TEXT = [_random.randrange(RANDOM_CONFIG.vocab_size) for _ in range(400)]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -6,12 +6,10 @@ cache. ``test_equal_tokens`` has the whole grid for greedy requests.
 """
 
 from array import array
-from collections.abc import Iterator
 from functools import cache
 from random import Random
 
 import pytest
-import torch
 from evenflow.control.wire import Sampling
 from evenflow.dataplane.simulated.made_up import Row
 from real_server import real_server
@@ -56,14 +54,6 @@ CELLS = [
 
 Request = tuple[tuple[int, ...], int]
 Answer = tuple[list[int], dict[int, Row]]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @cache

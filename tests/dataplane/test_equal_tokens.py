@@ -5,27 +5,17 @@ All cells with a random model of four layers, in one process over loopback links
 each; pairwise cells with SmolLM2. What is expected was computed alone, whole, without a cache.
 """
 
-from collections.abc import Iterator
 from functools import cache
 from itertools import product
 from random import Random
 
 import pytest
-import torch
 from real_server import real_server
 
 BUDGETS = (1, 7, 16, 17, 64, 250, 1000, 4096)
 BLOCK_SIZES = (8, 16, 32)
 STAGES = (1, 2, 3)
 NEW = 6
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @cache

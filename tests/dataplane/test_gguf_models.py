@@ -1,6 +1,5 @@
 """GGUF files and safetensors of the same half-precision weights: the same logits, whatever the file says."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,14 +17,6 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 _LINEAR = {"rope_type": "linear", "factor": 2.0}
 _YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
 _SCALED = {"type": "linear", "factor": 2.0, "original_context_length": 64}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def half_model(path: Path, kind: Any, **settings: Any) -> Path:

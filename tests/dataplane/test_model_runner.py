@@ -1,7 +1,6 @@
 """The real runner: equal to transformers, and the same bits for any chunks, blocks, batch mates and stages."""
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,14 +20,6 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 NEW = 8
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

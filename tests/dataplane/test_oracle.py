@@ -10,7 +10,6 @@ Log-probabilities of prompts and answers are within ``TIE`` of the oracle's.
 import mmap
 import random
 import zlib
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -38,15 +37,6 @@ TIE = 1e-4
 #: Lengths of the prompts in tokens.
 LENGTHS = [*range(1, 8), 15, 16, 17, 31, 32, 33, 40, 48, 63, 64, 65, 90, 127, 128, 129, 200, 255, 256, 257, 400, 700]
 LENGTHS += [1500, 3000]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Two pytest workers share the cores; spinning threads would stall each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def oracle_config(config: LlamaConfig) -> OracleConfig:

@@ -1,7 +1,7 @@
 """The CPU attention: equal to the oracle, and the same bits however the work is cut."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
@@ -11,15 +11,6 @@ from evenflow.kernels.attention_cpu import CPUAttention
 from torch import Tensor
 
 DIM = 32
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads that spin while another test has the core cost seconds; one test asks for more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def batch_of(rows: Sequence[tuple[int, int, list[int]]], block_size: int) -> AttnBatch:
