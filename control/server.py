@@ -20,6 +20,7 @@ from .core.engine import Engine
 from .core.events import (
     Aborted,
     Delivered,
+    Due,
     Event,
     OutOfStep,
     OwnerLost,
@@ -28,6 +29,7 @@ from .core.events import (
     Returned,
     SendPlan,
     Submitted,
+    Wake,
 )
 from .core.integrity import IntegrityError, check_integrity
 from .delivery import Delivery, Sent
@@ -101,6 +103,7 @@ class ControlServer:
         self._deadline: float | None = None
         self._loop = loop
         self._care_at: asyncio.TimerHandle | None = None
+        self._due_at: asyncio.TimerHandle | None = None
         self._context = new_context()
         self._workers = Intake(loop, bind_router(self._context, options.workers, hwm=65_536), self._from_worker)
         self._clients = Intake(loop, bind_clients(self._context, options.clients), self._from_client)
@@ -182,6 +185,11 @@ class ControlServer:
                 if session is not None:
                     refused = Refused(effect.key, effect.code, effect.field, effect.message, effect.retry_after_ms)
                     self._tell(session, encode(refused))
+            elif isinstance(effect, Wake):
+                if self._due_at is not None:
+                    self._due_at.cancel()
+                # The loop's clock is the one that ``now`` is read from.
+                self._due_at = self._loop.call_at(effect.at, self._step, Due())
             elif isinstance(effect, OutOfStep):
                 log.error("result contradicts the plans", replica=effect.replica, reason=effect.reason)
                 self._act(self.supervisor.out_of_step(effect.replica, effect.reason, now))
@@ -454,6 +462,8 @@ class ControlServer:
             log.warning("bad message dropped", socket=socket, problem=str(error)[:200], so_far=self.bad_frames)
 
     def close(self) -> None:
+        if self._due_at is not None:
+            self._due_at.cancel()
         self._workers.close()
         self._clients.close()
         if self.gatekeeper is not None:

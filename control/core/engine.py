@@ -7,6 +7,7 @@ each replica plan ahead. A replica that is lost gives its requests to the others
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 from ..wire import Submit
@@ -14,6 +15,7 @@ from .biases import bias_problem
 from .events import (
     Aborted,
     Delivered,
+    Due,
     Effect,
     Ended,
     Event,
@@ -24,6 +26,7 @@ from .events import (
     ReplicaUp,
     Returned,
     Submitted,
+    Wake,
 )
 from .replica import Replica
 from .sequence import Phase, Sequence
@@ -45,6 +48,8 @@ class Engine:
         self.homeless: list[Sequence] = []  #: no replica is up; by admission order
         self.parked: dict[Sequence, list[Sequence]] = {}  #: by leader: those that wait for its prompt's blocks
         self.counters: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
+        self.now = 0.0  #: the time of the present step
+        self._wake = inf  #: when the last ``Wake`` asked to be stepped
         self._order = 0
         self._homes: dict[Sequence, Replica] = {}
         self._ready: list[Replica] = []  #: the replicas, ready to be walked through
@@ -55,27 +60,39 @@ class Engine:
             OwnerLost: self._owner_lost,
             ReplicaUp: self._replica_up,
             ReplicaLost: self._replica_lost,
+            Due: self._due,
         }
 
     def step(self, event: Event, now: float) -> list[Effect]:
         """Take ``event``, which happened at ``now`` (seconds, any origin). Effects are in the order to be done:
         plans before tokens."""
         late: list[Effect] = []
+        self.now = now
         self._handlers[type(event)](event, late)
         effects: list[Effect] = []
         if self.parked:
             self._unpark(late)
+        wake = inf
         for replica in self._ready:
             if len(replica.inflight) <= replica.stages:
-                while (plan := replica.plan_next()) is not None:
+                while (plan := replica.plan_next(now)) is not None:
                     effects.append(plan)
             if replica.ended:
                 late.append(replica.take_ended())
+            if replica.due < wake:
+                wake = replica.due
+        if wake != self._wake:
+            self._wake = wake
+            if wake < inf:
+                late.append(Wake(wake))
         for effect in late:
             if type(effect) is Delivered and effect.ends:
                 self._forget(effect)
         effects += late
         return effects
+
+    def _due(self, event: Due, effects: list[Effect]) -> None:
+        self._wake = inf
 
     # ---- clients ---------------------------------------------------------------------------------------------
 

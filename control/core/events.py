@@ -80,7 +80,11 @@ class Returned(Struct, frozen=True):
     result: Result
 
 
-Event = Submitted | Aborted | OwnerLost | ReplicaUp | ReplicaLost | Returned
+class Due(Struct, frozen=True):
+    """The time that a ``Wake`` named has come. At any other time it changes nothing."""
+
+
+Event = Submitted | Aborted | OwnerLost | ReplicaUp | ReplicaLost | Returned | Due
 
 
 class SendPlan(Struct, frozen=True):
@@ -144,4 +148,10 @@ class OutOfStep(Struct, frozen=True):
     reason: str
 
 
-Effect = SendPlan | Delivered | Rejected | OutOfStep
+class Wake(Struct, frozen=True):
+    """Step with ``Due`` at ``at`` (seconds, on the clock of ``now``), instead of at the time asked for before."""
+
+    at: float
+
+
+Effect = SendPlan | Delivered | Rejected | OutOfStep | Wake

@@ -13,6 +13,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable
 from heapq import heappop, heappush
+from math import inf
 from operator import attrgetter
 
 from ..wire import BatchPlan, Register, Result
@@ -69,6 +70,7 @@ class Replica:
         self.preemptions = 0
         self.cache_queries = 0
         self.cache_hits = 0
+        self.due = inf  #: when the replica wants to be asked for a plan again, although nothing else happens
         self._turn = 0
         self.free_slots = list(range(num_slots))
         self._generations = [0] * num_slots
@@ -163,8 +165,8 @@ class Replica:
 
     # ---- planning --------------------------------------------------------------------------------------------
 
-    def plan_next(self) -> SendPlan | None:
-        """The next plan, if one may be out and there is something to run."""
+    def plan_next(self, now: float) -> SendPlan | None:
+        """The next plan, if one may be out and there is something to run at ``now``."""
         stages = self.stages
         if len(self.inflight) > stages:
             return None

@@ -8,6 +8,12 @@ from .fields import U16, U32, U64, Bitmap, Count, FloatBuffer, KeyBuffer, Name, 
 
 #: Most tokens with a bias in one request.
 MAX_BIASES = 1024
+#: Priorities reach from the negative of this to this.
+MAX_PRIORITY = 1000
+#: The longest deadline: a day.
+MAX_DEADLINE_MS = 86_400_000
+#: The longest target of a time between tokens.
+MAX_TBT_MS = 60_000
 #: Most alternatives reported with a token's log-probability.
 MAX_TOP_LOGPROBS = 20
 
@@ -71,6 +77,11 @@ class Submit(Struct, array_like=True, frozen=True, tag=33):
     Requests with different ``salt`` never share cached blocks. ``leader`` is the key of another request of this
     client with the same prompt, whose prompt blocks this one wants to share: it waits until the leader's prompt is
     computed, or no longer will be, and goes where the leader went. A leader that is not running is ignored.
+
+    ``tenant`` is on whose account the request runs, as far as the admission order cares. A smaller ``priority`` is
+    taken earlier. A request that has not ended ``deadline_ms`` after it came is ended then; 0 is no deadline.
+    ``slo`` names the class of its time between tokens, empty for the server's own; ``tbt_ms`` is a target of its
+    own instead, 0 for none.
     """
 
     key: U64
@@ -83,6 +94,11 @@ class Submit(Struct, array_like=True, frozen=True, tag=33):
     min_tokens: Count = 0
     salt: Annotated[bytes, Meta(max_length=64)] = b""
     leader: U64 | None = None
+    tenant: Name = ""
+    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
+    deadline_ms: Annotated[int, Meta(ge=0, le=MAX_DEADLINE_MS)] = 0
+    slo: Name = ""
+    tbt_ms: Annotated[int, Meta(ge=0, le=MAX_TBT_MS)] = 0
 
 
 class Abort(Struct, array_like=True, frozen=True, tag=34):

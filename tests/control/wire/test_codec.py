@@ -114,6 +114,11 @@ submits = st.builds(
     min_tokens=count,
     salt=st.binary(max_size=64),
     leader=st.none() | u64,
+    tenant=st.text(max_size=40),
+    priority=st.integers(-1000, 1000),
+    deadline_ms=st.integers(0, 86_400_000),
+    slo=st.text(max_size=40),
+    tbt_ms=st.integers(0, 60_000),
 )
 ticks = st.builds(
     Tick,
