@@ -13,7 +13,9 @@ The host works while the device computes, so that little is left to do between t
              |batch of step k + 1   |ids of k; launch|batch of step k + 2
 
 Hidden states or sampled ids go out first, since another stage waits for them; then the next iteration is launched
-if its inputs are there; then the result goes to control. A runner that computes in the calling thread (``done`` is
+if its inputs are there; then the result goes to control. The stages of a pipeline tend to end their iterations at the
+same moment and may have to share cores: what only control and the next batch need is held back for a moment
+(``_stand_back``), until the others have been served. A runner that computes in the calling thread (``done`` is
 None) would delay the result by an iteration: then it goes out before the launch. What was refused while an iteration
 ran is reported after its result. Times are microseconds of ``time.monotonic_ns``.
 """
@@ -24,6 +26,7 @@ import gc
 import logging
 import os
 import secrets
+import select
 import signal
 import sys
 from collections import deque
@@ -60,6 +63,9 @@ from .slots import PlanRefused
 log = logging.getLogger(__name__)
 
 HEARTBEAT_US = 1_000_000
+#: How long a stage stands back for its neighbours: so much, and no more than this part of its last iteration.
+STAND_BACK_US = 500
+_STAND_BACK_PART = 8
 #: At most one line about malformed frames in this time.
 _COMPLAINT_US = 1_000_000
 
@@ -139,6 +145,8 @@ class Worker:
     def _turn(self) -> None:
         executor = self._executor
         launched = not executor.running and self._ready() and self._launch()
+        if self._owed is not None and self._stand_back():
+            return
         self._settle()
         executor.prepare()
         if executor.running:
@@ -146,6 +154,19 @@ class Worker:
         else:
             # What computed at once may be followed by the next; messages are read between the two.
             self._listen(self._poller, at_once=launched)
+
+    def _stand_back(self) -> bool:
+        """After an iteration in a pipeline: leave the cores to the neighbours for a moment, unless this stage's next
+        inputs come meanwhile. Whether they have.
+        """
+        links, outcome = self._links, self._owed[0] if self._owed is not None else None
+        if links is None or links.inbound is None or outcome is None:
+            return False
+        wait_us = min(STAND_BACK_US, (outcome.ended_us - outcome.started_us) // _STAND_BACK_PART)
+        running = self._executor.running
+        source = self._done if running else links.inbound
+        ready, _, _ = select.select([] if source is None else [source], [], [], wait_us / 1e6)
+        return bool(ready) and not running
 
     def _listen(self, poller: zmq.Poller, at_once: bool = False) -> None:
         """Wait for something to do, and do it unless it is an iteration to launch."""
@@ -309,10 +330,7 @@ class Worker:
         links, executor = self._links, self._executor
         assert links is not None
         outcome = executor.collect()
-        idle_us = max(0, outcome.started_us - self._ended_us)
-        starved_us = min(idle_us, max(0, outcome.received_us - self._ended_us))
-        self._ended_us = outcome.ended_us
-        self._owed = outcome, idle_us, starved_us
+        broken: LinkBroken | None = None
         try:
             if outcome.hidden is not None:
                 links.send_hidden(outcome.step, outcome.hidden)
@@ -321,7 +339,13 @@ class Worker:
             if self._reads_hidden:
                 links.finish_hidden()
         except LinkBroken as error:
-            self._break(error)
+            broken = error
+        idle_us = max(0, outcome.started_us - self._ended_us)
+        starved_us = min(idle_us, max(0, outcome.received_us - self._ended_us))
+        self._ended_us = outcome.ended_us
+        self._owed = outcome, idle_us, starved_us
+        if broken is not None:
+            self._break(broken)
         if not executor.queued:
             # A plan that has come by now is known to have been there.
             self._receive(outcome.ended_us)
