@@ -146,7 +146,7 @@ def build_plan(
 ) -> Plan:
     """Every child of a server. ``fd``: the listening HTTP socket; ``cores``: shared out among the workers; ``doors``:
     where other machines dial control."""
-    threads = threads_per_worker(cores, options.workers)
+    threads = options.threads or threads_per_worker(cores, options.workers)
     env = {**environ, "PYTHONUNBUFFERED": "1"}
     # Libraries that make their own thread pools read this before torch can tell them otherwise.
     worker_env = {**env, "OMP_NUM_THREADS": str(threads)}

@@ -46,7 +46,10 @@ def worker(
         str | None, typer.Option("--attention-backend", envvar=env("attention_backend"), help="As for serve.")
     ] = None,
     threads: Annotated[
-        int | None, typer.Option("--threads", min=1, show_default="its share of the cores", help="Threads.")
+        int | None,
+        typer.Option(
+            "--threads", "-t", envvar=env("threads"), show_default="its share of the cores", help="As for serve."
+        ),
     ] = None,
     timeout: Annotated[
         float | None,
@@ -68,9 +71,10 @@ def worker(
         attention_backend=attention_backend,
         step_ms=step_ms,
         worker_args=tuple(worker_arg or ()),
+        threads=threads,
     )
     place = Place(connect, replica, stage, stages)
-    raise typer.Exit(run_worker(options, place, keys, insecure, threads, timeout))
+    raise typer.Exit(run_worker(options, place, keys, insecure, timeout))
 
 
 def keys(

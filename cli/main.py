@@ -190,6 +190,16 @@ def serve(
             help="Attention implementation.",
         ),
     ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            "--threads",
+            "-t",
+            envvar=env("threads"),
+            show_default="its share of the cores",
+            help="Threads that compute in each worker.",
+        ),
+    ] = None,
     log_level: Annotated[
         LogLevel, typer.Option("--log-level", envvar=env("log_level"), help="Least severe lines to log.")
     ] = LogLevel.INFO,
@@ -225,6 +235,7 @@ def serve(
             generation_config=generation_config,
             drain_timeout=drain_timeout,
             hang_timeout=hang_timeout,
+            threads=threads,
             attention_backend=attention_backend,
             log_level=log_level.value,
             step_ms=step_ms,

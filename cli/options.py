@@ -75,6 +75,8 @@ class ServeOptions:
     drain_timeout: float = 30.0
     hang_timeout: float | None = None
     attention_backend: str | None = None
+    #: Threads that compute in each worker.
+    threads: int | None = None
     log_level: str = "info"
     #: Planned duration of an iteration of a scripted worker, in milliseconds.
     step_ms: float = 5.0
@@ -148,6 +150,8 @@ def _refuse(options: ServeOptions) -> str | None:
         return f"--max-model-len {o.max_model_len} leaves no room for an answer; it must be at least 2."
     if o.kv_cache_memory is not None and o.kv_cache_memory < KV_LEAST:
         return f"--kv-cache-memory {o.kv_cache_memory} is too small; it must be at least 1M."
+    if o.threads is not None and o.threads < 1:
+        return f"--threads {o.threads} lets no worker compute; it must be at least 1."
     if not 0 <= o.port < 1 << 16:
         return f"--port {o.port} is not a port; it must be between 0 and 65535."
     if o.drain_timeout < 0:
@@ -221,6 +225,10 @@ def settle(options: ServeOptions, free: int | None = None) -> tuple[ServeOptions
             f" {options.token_budget} and --stages {options.stages} no more sequences can decode at once."
         )
         options = replace(options, max_num_seqs=runnable)
+    if options.threads is not None and options.threads > (cores := usable_cores()):
+        # Parallel regions that wait for a thread without a core stall for milliseconds.
+        notes.append(f"--threads {options.threads} is lowered to {cores}, the cores that this process may use.")
+        options = replace(options, threads=cores)
     free = free_memory() if free is None else free
     if options.kv_cache_memory is None:
         options = replace(options, kv_cache_memory=default_kv_memory(free, options.workers))

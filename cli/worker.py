@@ -77,9 +77,7 @@ def ask_terms(place: Place, keys: DialKeys | None, timeout: float | None, say: C
         close_context(context)
 
 
-def external_argv(
-    options: ServeOptions, place: Place, terms: Terms, keys: Path | None, threads: int | None
-) -> list[str]:
+def external_argv(options: ServeOptions, place: Place, terms: Terms, keys: Path | None) -> list[str]:
     """The command line of the process that this one becomes."""
     options = dataclasses.replace(
         options,
@@ -90,7 +88,7 @@ def external_argv(
     )
     options, _ = settle(options)
     # The stages of a replica share this machine.
-    threads = threads or threads_per_worker(usable_cores(), terms.stages)
+    threads = options.threads or threads_per_worker(usable_cores(), terms.stages)
     rest = ["--external", *([] if keys is None else ["--keys", str(keys)])]
     return worker_argv(options, place.connect, place.replica, place.stage, threads, rest)
 
@@ -100,7 +98,6 @@ def run_worker(
     place: Place,
     keys: Path | None,
     insecure: bool,
-    threads: int | None,
     timeout: float | None,
 ) -> int:
     """Becomes the worker and does not return, or returns the exit code."""
@@ -119,7 +116,7 @@ def run_worker(
     except (Refused, KeyFault, EndpointError) as error:
         print(f"evenflow: {error}", file=sys.stderr)
         return 1
-    argv = external_argv(options, place, terms, keys, threads)
+    argv = external_argv(options, place, terms, keys)
     os.environ.setdefault("OMP_NUM_THREADS", argv[argv.index("--threads") + 1] if "--threads" in argv else "1")
     os.execv(argv[0], argv)
 

@@ -155,11 +155,11 @@ def test_a_taken_port_is_known_at_once() -> None:
 
 def test_a_worker_takes_from_the_server_what_it_was_not_told() -> None:
     terms = Terms(2, 3, 32, 9000, 20, "m")
-    argv = external_argv(ServeOptions("m"), Place("tcp://h:1", 1, 2), terms, Path("/keys"), 5)
+    argv = external_argv(ServeOptions("m", threads=1), Place("tcp://h:1", 1, 2), terms, Path("/keys"))
     for words in ("--stages 3", "--block-size 32", "--max-tokens 9000", "--max-slots 40", "--replica 1", "--stage 2"):
         name, value = words.split()
         assert argv[argv.index(name) + 1] == value
-    assert argv[argv.index("--threads") + 1] == "5" and argv[argv.index("--keys") + 1] == "/keys"
+    assert argv[argv.index("--threads") + 1] == "1" and argv[argv.index("--keys") + 1] == "/keys"
     assert "--external" in argv and "--parent" not in argv
 
 

@@ -12,6 +12,7 @@ from evenflow.cli.listener import PortTaken, listen, url_of
 from evenflow.cli.main import app
 from evenflow.cli.options import (
     GIB,
+    SCRIPTED,
     MemoryShort,
     ServeOptions,
     UsageError,
@@ -19,6 +20,7 @@ from evenflow.cli.options import (
     parse_bytes,
     settle,
     threads_per_worker,
+    usable_cores,
 )
 from evenflow.cli.run_dir import RunDir
 from typer.testing import CliRunner
@@ -68,6 +70,8 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--kv-cache-memory", "1.5G"], "kv_cache_memory", 3 << 29),
         (["--dtype", "float32"], "dtype", "float32"),
         (["--hang-timeout", "2"], "hang_timeout", 2.0),
+        (["--threads", "1"], "threads", 1),
+        (["-t", "1"], "threads", 1),
         (["--served-model-name", "m"], "served_model_name", "m"),
         (["--no-generation-config"], "generation_config", False),
     ],
@@ -100,6 +104,7 @@ def test_environment_is_overridden_by_flags(monkeypatch: pytest.MonkeyPatch) -> 
         ({"kv_cache_memory": 0}, ["--kv-cache-memory"]),
         ({"port": 65536}, ["--port"]),
         ({"hang_timeout": 0.0}, ["--hang-timeout"]),
+        ({"threads": 0}, ["--threads"]),
         ({"drain_timeout": -1.0}, ["--drain-timeout"]),
         ({"prefill_share": 1.0}, ["--prefill-share"]),
     ],
@@ -155,6 +160,17 @@ def test_bytes_refused(text: str) -> None:
 
 def test_threads() -> None:
     assert [threads_per_worker(8, workers) for workers in (1, 2, 3, 8, 9)] == [8, 4, 2, 1, 1]
+    worker = build_plan(ServeOptions("m", stages=2, threads=1), RUN, 7, 8, {}).workers[0]
+    assert flag(worker.argv, "--threads") == "1" == worker.env["OMP_NUM_THREADS"]
+
+
+def test_more_threads_than_cores_are_lowered_and_said() -> None:
+    cores = usable_cores()
+    options, notes = settle(ServeOptions(SCRIPTED, threads=cores + 1), 8 << 30)
+    assert options.threads == cores
+    assert any(f"--threads {cores + 1} is lowered to {cores}" in note for note in notes)
+    kept, notes = settle(ServeOptions(SCRIPTED, threads=cores), 8 << 30)
+    assert kept.threads == cores and not any("--threads" in note for note in notes)
 
 
 def test_control_command() -> None:

@@ -42,7 +42,8 @@ def expected() -> tuple[tuple[int, ...], ...]:
 @pytest.mark.parametrize(("stages", "budget", "block_size"), [(1, 17, 32), (2, 64, 8), (3, 250, 16)])
 def test_real_processes_give_the_tokens_of_the_model_alone(stages: int, budget: int, block_size: int) -> None:
     options = ("--stages", str(stages), "--token-budget", str(budget), "--block-size", str(block_size))
-    with live(MODEL, "--dtype", "float32", *options) as server:
+    # Another test may run on the other core: a second thread would wait for it again and again.
+    with live(MODEL, "--dtype", "float32", "--threads", "1", *options) as server:
 
         async def ask() -> list[tuple[int, ...]]:
             async with AsyncClient(server.endpoint) as client:
