@@ -11,9 +11,8 @@ import uvloop
 from setproctitle import setproctitle
 
 from .core.events import Limits
-from .gatekeeper import Door
 from .logs import configure
-from .options import ControlOptions
+from .options import ControlOptions, Door
 from .server import serve
 from .wire.keys import ROLES, KeyFault
 from .wire.lifeline import ParentGone, die_with_parent

@@ -12,12 +12,11 @@ from typing import Literal
 
 from .core.events import Delivered
 from .fanout import Fanout
+from .host import Sent
 from .merging import Waiting
 from .sessions import Session, Sessions
 from .wire import Tick, encode
 
-#: What became of a frame: in the queue, the queue is full, or there is no such client any more.
-Sent = Literal["sent", "full", "gone"]
 Why = Literal["slow", "silent", "gone"]
 
 

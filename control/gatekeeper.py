@@ -12,12 +12,12 @@ import asyncio
 import struct
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 import structlog
 import zmq
 
 from .intake import Intake
+from .options import Door
 from .wire.keys import ROLES, Role, ServerKeys, allow_list, server_keys
 from .wire.sockets import Socket, bind_tcp, bound_endpoint
 
@@ -93,15 +93,6 @@ class Gatekeeper:
         if now - self._complained >= 1.0:
             self._complained = now
             log.warning("connection refused", role=role, reason=reason, address=where, so_far=self.refused)
-
-
-@dataclass(frozen=True, slots=True)
-class Door:
-    """A ``tcp://`` endpoint for workers or clients. ``listener``: the descriptor of a socket that listens there."""
-
-    role: Role
-    endpoint: str
-    listener: int | None = None
 
 
 def open_doors(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import errno
 
 import zmq
 
+from .host import Sent, Take
 from .wire.sockets import Socket
 
 #: Messages taken from a socket before the other gets its turn.
@@ -18,9 +19,7 @@ class Intake:
     and the others. The descriptor only signals changes, so after every send and every read the socket is asked again.
     """
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, socket: Socket, take: Callable[[bytes, list[bytes]], None]
-    ) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, socket: Socket, take: Take) -> None:
         self.socket = socket
         self._loop = loop
         self._take = take
@@ -39,10 +38,19 @@ class Intake:
             self._take(frames[0], frames[1:])
         self.kick()
 
-    def send(self, identity: bytes, frames: list[bytes]) -> None:
-        """Raises ``zmq.Again`` if the peer's queue is full, ``zmq.ZMQError`` if it is not connected."""
-        self.socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=True)
+    def send(self, identity: bytes, frames: list[bytes]) -> Sent:
+        """Queue a message, and say what became of it."""
+        sent: Sent = "sent"
+        try:
+            self.socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=True)
+        except zmq.Again:
+            sent = "full"
+        except zmq.ZMQError as error:
+            if error.errno != errno.EHOSTUNREACH:
+                raise
+            sent = "gone"
         self.kick()
+        return sent
 
     def kick(self) -> None:
         if not self._scheduled and int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:

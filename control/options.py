@@ -5,8 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .core.events import Limits
-from .gatekeeper import Door
 from .sessions import MAX_REQUESTS
+from .wire.keys import Role
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """A ``tcp://`` endpoint for workers or clients. ``listener``: the descriptor of a socket that listens there."""
+
+    role: Role
+    endpoint: str
+    listener: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

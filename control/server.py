@@ -7,14 +7,10 @@ sockets are read without futures: the loop watches their descriptors, and each w
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
-import secrets
 import signal
-import time
 
 import structlog
-import zmq
 
 from .core.engine import Engine
 from .core.events import (
@@ -32,12 +28,11 @@ from .core.events import (
     Wake,
 )
 from .core.integrity import IntegrityError, check_integrity
-from .delivery import Delivery, Sent
-from .gatekeeper import Gatekeeper, open_doors
-from .intake import Intake
+from .delivery import Delivery
+from .host import Host, Sent, Timer
+from .loop_host import LoopHost
 from .merging import RETRY_S
 from .options import ControlOptions
-from .publisher import Publisher
 from .refusals import refuse_frame
 from .sessions import MAX_CLIENTS, MAX_SUBSCRIBERS, Session, Sessions
 from .status import describe_service, request_rows, snapshot
@@ -59,8 +54,6 @@ from .wire import (
     decode_from_worker,
     encode,
 )
-from .wire.keys import Role
-from .wire.sockets import Socket, bind_clients, bind_router, close_context, new_context
 
 log = structlog.get_logger("evenflow.control")
 
@@ -68,13 +61,13 @@ TICK_S = 0.25
 
 
 class ControlServer:
-    """Runs until it is told to stop. Use ``serve``."""
+    """Runs until it is told to stop. Use ``serve``. ``host`` is all that it knows of time, chance and sockets."""
 
-    def __init__(self, options: ControlOptions, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, options: ControlOptions, host: Host) -> None:
         self.options = options
-        self.instance = secrets.randbits(63)
+        self.instance = host.draw(63)
         self.engine: Engine | None = None
-        self.sessions = Sessions()
+        self.sessions = Sessions(lambda: host.draw(62) + 1)
         self.delivery = Delivery(self.sessions, self._put, self._wake)
         self.telemetry = Telemetry()
         self.supervisor = Supervisor(
@@ -84,7 +77,7 @@ class ControlServer:
             links=options.links,
             instance=self.instance,
             # Epochs of an earlier life are smaller: it is at least a tenth of a second older than each of ours.
-            epoch=int(time.time() * 10) & 0x7FFFFFFF,
+            epoch=int(host.wall() * 10) & 0x7FFFFFFF,
             hang_timeout=options.hang_timeout,
             model_len=options.max_model_len,
             external=options.external,
@@ -99,22 +92,15 @@ class ControlServer:
         self._told_ready = False
         self._complained = 0.0
         self._second = 0.0
-        self._ticked = time.monotonic()
+        self._now = host.now
+        self._ticked = host.now()
         self._deadline: float | None = None
-        self._loop = loop
-        self._care_at: asyncio.TimerHandle | None = None
-        self._due_at: asyncio.TimerHandle | None = None
-        self._context = new_context()
-        self._workers = Intake(loop, bind_router(self._context, options.workers, hwm=65_536), self._from_worker)
-        self._clients = Intake(loop, bind_clients(self._context, options.clients), self._from_client)
-        self._events = Publisher(self._context, options.events) if options.events else None
-        self.gatekeeper: Gatekeeper | None = None
-        try:
-            sockets: dict[Role, Socket] = {"worker": self._workers.socket, "client": self._clients.socket}
-            self.gatekeeper = open_doors(loop, self._context, sockets, options.doors, options.keys, options.insecure)
-        except BaseException:
-            self.close()
-            raise
+        self._host = host
+        self._care_at: Timer | None = None
+        self._due_at: Timer | None = None
+        self._ports = host.open(options, self._from_worker, self._from_client)
+        self._workers, self._clients = self._ports.workers, self._ports.clients
+        self._events, self.gatekeeper = self._ports.events, self._ports.guard
 
     # ---- workers ---------------------------------------------------------------------------------------------
 
@@ -124,7 +110,7 @@ class ControlServer:
         except WireError as error:
             self._complain("workers", error)
             return
-        now = time.monotonic()
+        now = self._now()
         self._act(self.supervisor.take(identity, message, now))
         if self.telemetry.watched and type(message) is Result:
             self._publish(identity, message, now)
@@ -151,23 +137,19 @@ class ControlServer:
             self._welcome_all()
 
     def _post(self, identity: bytes, frames: list[bytes]) -> None:
-        try:
-            self._workers.send(identity, frames)
-        except zmq.ZMQError as error:
-            if error.errno not in (errno.EAGAIN, errno.EHOSTUNREACH):
-                raise
+        if self._workers.send(identity, frames) != "sent":
             # Not now: tokens that the core has given out are still to be told, before their slots change hands.
-            self._loop.call_soon(self._gone, identity)
+            self._host.call_soon(self._gone, identity)
 
     def _gone(self, identity: bytes) -> None:
-        self._act(self.supervisor.gone(identity, time.monotonic()))
+        self._act(self.supervisor.gone(identity, self._now()))
 
     # ---- the core --------------------------------------------------------------------------------------------
 
     def _step(self, event: Event) -> None:
         engine = self.engine
         assert engine is not None
-        now = time.monotonic()
+        now = self._now()
         telemetry = self.telemetry
         if type(event) is Submitted:
             telemetry.submitted(event, now)
@@ -188,8 +170,7 @@ class ControlServer:
             elif isinstance(effect, Wake):
                 if self._due_at is not None:
                     self._due_at.cancel()
-                # The loop's clock is the one that ``now`` is read from.
-                self._due_at = self._loop.call_at(effect.at, self._step, Due())
+                self._due_at = self._host.call_at(effect.at, self._step, Due())
             elif isinstance(effect, OutOfStep):
                 log.error("result contradicts the plans", replica=effect.replica, reason=effect.reason)
                 self._act(self.supervisor.out_of_step(effect.replica, effect.reason, now))
@@ -214,7 +195,7 @@ class ControlServer:
         assert self.engine is not None
         replica = self.engine.replicas.get(send.replica)
         if replica is not None:
-            self.telemetry.planned(send, replica, now, time.monotonic() if self.telemetry.watched else now)
+            self.telemetry.planned(send, replica, now, self._now() if self.telemetry.watched else now)
 
     def _idle(self, engine: Engine) -> None:
         try:
@@ -226,7 +207,7 @@ class ControlServer:
     # ---- clients ---------------------------------------------------------------------------------------------
 
     def _from_client(self, identity: bytes, frames: list[bytes]) -> None:
-        now = time.monotonic()
+        now = self._now()
         session = self.sessions.by_identity.get(identity)
         if session is not None:
             session.seen = now
@@ -307,34 +288,26 @@ class ControlServer:
         return sum(owner == session.owner for owner, _ in self._early)
 
     def _put(self, identity: bytes, frame: bytes) -> Sent:
-        try:
-            self._clients.send(identity, [frame])
-        except zmq.Again:
-            return "full"
-        except zmq.ZMQError as error:
-            if error.errno != errno.EHOSTUNREACH:
-                raise
-            return "gone"
-        return "sent"
+        return self._clients.send(identity, [frame])
 
     def _tell(self, session: Session, frame: bytes) -> None:
-        self.delivery.answer(session, frame, time.monotonic())
+        self.delivery.answer(session, frame, self._now())
 
     def _describe(self, session: Session, what: str, frame: bytes) -> None:
-        self.delivery.describe(session, what, frame, time.monotonic())
+        self.delivery.describe(session, what, frame, self._now())
 
     def _wake(self) -> None:
         if self._care_at is None:
-            self._care_at = self._loop.call_later(0 if self.delivery.doomed else RETRY_S, self._care)
+            self._care_at = self._host.call_later(0 if self.delivery.doomed else RETRY_S, self._care)
         elif self.delivery.doomed:
             self._care_at.cancel()
-            self._care_at = self._loop.call_later(0, self._care)
+            self._care_at = self._host.call_later(0, self._care)
 
     def _care(self) -> None:
         """Cut off who is doomed, and try again the queues that were full."""
         self._care_at = None
         delivery = self.delivery
-        delivery.retry(time.monotonic())
+        delivery.retry(self._now())
         doomed, delivery.doomed = delivery.doomed, []
         for session, why, reason in doomed:
             if self.sessions.by_owner.get(session.owner) is session:
@@ -348,11 +321,7 @@ class ControlServer:
 
     def _reply(self, identity: bytes, frame: bytes) -> None:
         """An answer to somebody without a session: it may be lost."""
-        try:
-            self._clients.send(identity, [frame])
-        except zmq.ZMQError as error:
-            if error.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
-                raise
+        if self._clients.send(identity, [frame]) != "sent":
             self.replies_lost += 1
 
     def _welcome(self, session: Session) -> bytes:
@@ -374,7 +343,7 @@ class ControlServer:
             self._describe(session, "welcome", self._welcome(session))
 
     def _status(self, nonce: int, rows: int = 0) -> StatusReply:
-        now = time.monotonic()
+        now = self._now()
         model = self.supervisor.model
         return StatusReply(
             nonce,
@@ -397,7 +366,7 @@ class ControlServer:
 
     def tick(self) -> None:
         """Everything that is due by time; called every ``TICK_S`` seconds."""
-        now = time.monotonic()
+        now = self._now()
         # A process that was held up itself first hears what came meanwhile, before it calls anyone silent.
         late = now - self._ticked > 4 * TICK_S
         self._ticked = now
@@ -433,7 +402,7 @@ class ControlServer:
             self._finish()
             return
         self.draining = True
-        self._deadline = time.monotonic() + self.options.drain_timeout
+        self._deadline = self._now() + self.options.drain_timeout
         log.info("draining", requests=0 if self.engine is None else sum(map(len, self.engine.requests.values())))
         self._welcome_all()
         self._finish_if_idle()
@@ -456,7 +425,7 @@ class ControlServer:
 
     def _complain(self, socket: str, error: WireError) -> None:
         self.bad_frames += 1
-        now = time.monotonic()
+        now = self._now()
         if now - self._complained >= 1.0:
             self._complained = now
             log.warning("bad message dropped", socket=socket, problem=str(error)[:200], so_far=self.bad_frames)
@@ -464,13 +433,7 @@ class ControlServer:
     def close(self) -> None:
         if self._due_at is not None:
             self._due_at.cancel()
-        self._workers.close()
-        self._clients.close()
-        if self.gatekeeper is not None:
-            self.gatekeeper.close()
-        if self._events is not None:
-            self._events.close()
-        close_context(self._context)
+        self._ports.close()
 
 
 #: Time for the last tokens to leave, since sockets are closed without lingering.
@@ -480,7 +443,7 @@ PARTING_S = 0.2
 async def serve(options: ControlOptions) -> None:
     """Run the control process until SIGTERM or SIGINT has been obeyed."""
     loop = asyncio.get_running_loop()
-    server = ControlServer(options, loop)
+    server = ControlServer(options, LoopHost(loop))
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.drain)
     try:

@@ -14,8 +14,8 @@ import zmq
 from evenflow.cli.keys import add_peer, make_keys
 from evenflow.control.client import AsyncClient, Client
 from evenflow.control.core.events import Limits
-from evenflow.control.gatekeeper import Door
-from evenflow.control.options import ControlOptions
+from evenflow.control.loop_host import LoopHost
+from evenflow.control.options import ControlOptions, Door
 from evenflow.control.server import TICK_S, ControlServer
 from evenflow.control.wire import PROTOCOL_VERSION, LauncherHello, encode
 from evenflow.control.wire.dialling import Dialling, dial_followed
@@ -43,7 +43,7 @@ async def serving(folder: Path, keys: Path) -> AsyncIterator[tuple[ControlServer
     options = ControlOptions(
         f"ipc://{folder}/w", f"ipc://{folder}/c", str(folder), Limits(), doors=doors, keys=str(keys)
     )
-    server = ControlServer(options, asyncio.get_running_loop())
+    server = ControlServer(options, LoopHost(asyncio.get_running_loop()))
 
     async def tick() -> None:
         while True:
@@ -210,12 +210,12 @@ def test_no_keys_no_door(tmp_path: Path, keys: Path) -> None:
                 f"ipc://{tmp_path}/w", f"ipc://{tmp_path}/c", str(tmp_path), Limits(), doors=doors, **changes
             )
             with pytest.raises((EndpointError, KeyFault), match=error):
-                ControlServer(options, asyncio.get_running_loop())
+                ControlServer(options, LoopHost(asyncio.get_running_loop()))
         options = ControlOptions(
             f"ipc://{tmp_path}/w", f"ipc://{tmp_path}/c", str(tmp_path), Limits(), doors=doors, insecure=True
         )
         with capture_logs() as logs:
-            server = ControlServer(options, asyncio.get_running_loop())
+            server = ControlServer(options, LoopHost(asyncio.get_running_loop()))
         at = next(entry["endpoint"] for entry in logs if entry["event"] == "listens")
         assert any(entry["log_level"] == "warning" and entry["endpoint"] == at for entry in logs)
         try:

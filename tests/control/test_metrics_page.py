@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from evenflow.control.core.events import Limits
 from evenflow.control.gateway.metrics import Metrics
+from evenflow.control.loop_host import LoopHost
 from evenflow.control.options import ControlOptions
 from evenflow.control.server import ControlServer
 from evenflow.control.wire import Result, Started, StatusReply, Submit
@@ -21,9 +22,9 @@ def control_reply(folder: Path, monkeypatch: pytest.MonkeyPatch) -> StatusReply:
 
     async def main() -> StatusReply:
         options = ControlOptions(f"ipc://{folder}/w", f"ipc://{folder}/c", str(folder), Limits())
-        server = ControlServer(options, asyncio.get_running_loop())
+        server = ControlServer(options, LoopHost(asyncio.get_running_loop()))
         for intake in (server._workers, server._clients):
-            monkeypatch.setattr(intake, "send", lambda identity, frames: None)
+            monkeypatch.setattr(intake, "send", lambda identity, frames: "sent")
         try:
             server._act(server.supervisor.take(b"w", WORKER, 0.0))
             epoch = server.supervisor.sites[0].epoch

@@ -1,13 +1,13 @@
 """What the control process tells its clients when a worker turns out to be gone in the middle of a step."""
 
 import asyncio
-import errno
 from array import array
 from pathlib import Path
 
 import pytest
-import zmq
 from evenflow.control.core.events import Limits
+from evenflow.control.host import Sent
+from evenflow.control.loop_host import LoopHost
 from evenflow.control.options import ControlOptions
 from evenflow.control.server import ControlServer
 from evenflow.control.wire import Result, Started, Submit, Tick, decode_to_client
@@ -19,19 +19,19 @@ def test_tokens_are_told_before_their_slot_is_given_up(tmp_path: Path, monkeypat
 
     async def main() -> list[Tick]:
         options = ControlOptions(f"ipc://{tmp_path}/w", f"ipc://{tmp_path}/c", str(tmp_path), Limits())
-        server = ControlServer(options, asyncio.get_running_loop())
+        server = ControlServer(options, LoopHost(asyncio.get_running_loop()))
         told: list[Tick] = []
 
-        def tell(_: bytes, frames: list[bytes]) -> None:
+        def tell(_: bytes, frames: list[bytes]) -> Sent:
             message = decode_to_client(frames[0])
             if isinstance(message, Tick):
                 told.append(message)
+            return "sent"
 
         gone = False
 
-        def send(_identity: bytes, _frames: list[bytes]) -> None:
-            if gone:
-                raise zmq.ZMQError(errno.EHOSTUNREACH)
+        def send(_identity: bytes, _frames: list[bytes]) -> Sent:
+            return "gone" if gone else "sent"
 
         monkeypatch.setattr(server._clients, "send", tell)
         monkeypatch.setattr(server._workers, "send", send)

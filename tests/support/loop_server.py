@@ -8,8 +8,8 @@ import contextlib
 
 import zmq
 from evenflow.control.core.events import Limits
-from evenflow.control.gatekeeper import Door
-from evenflow.control.options import ControlOptions
+from evenflow.control.loop_host import LoopHost
+from evenflow.control.options import ControlOptions, Door
 from evenflow.control.server import TICK_S, ControlServer
 from evenflow.control.wire import BatchPlan, Heartbeat, Start, Started, Submit, decode_to_worker, encode
 from evenflow.control.wire.sockets import Socket, bound_endpoint, close_context, dial_dealer, new_context
@@ -45,7 +45,7 @@ class LoopServer:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> "LoopServer":
-        self.control = ControlServer(self.options, asyncio.get_running_loop())
+        self.control = ControlServer(self.options, LoopHost(asyncio.get_running_loop()))
         self.endpoint = bound_endpoint(self.control._clients.socket)
         self._context = new_context()
         self._tasks = [asyncio.create_task(self._time()), asyncio.create_task(self._work())]
