@@ -99,7 +99,7 @@ def _scheduled(engine: Engine) -> dict[str, float]:
         + sum(len(replica.waiting) for replica in replicas),
         "num_tokens_waiting": sum(seq.known for seq in engine.homeless)
         + sum(seq.known for followers in engine.parked.values() for seq in followers)
-        + sum(replica.queued_tokens for replica in replicas),
+        + sum(replica.waiting.tokens for replica in replicas),
         "num_decoding": sum(lane.count for replica in replicas for lane in replica.lanes),
         "kv_blocks": blocks,
         "kv_blocks_used": used,

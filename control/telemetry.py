@@ -109,7 +109,7 @@ class Telemetry:
             budget=replica.limits.token_budget,
             kv_tokens=send.kv_tokens,
             queued=len(replica.waiting),
-            queued_tokens=replica.queued_tokens,
+            queued_tokens=replica.waiting.tokens,
             running=len(replica.running),
             blocks_used=pool.held,
             blocks_cached=pool.evictable,

@@ -155,7 +155,7 @@ class Engine:
         waiting, tokens = len(self.homeless) + sum(map(len, self.parked.values())), 0
         for replica in self._ready:
             waiting += len(replica.waiting)
-            tokens += replica.queued_tokens
+            tokens += replica.waiting.tokens
         if waiting >= limits.max_queued:
             return "overloaded", "max_queued", f"{waiting} requests are waiting, the most that may"
         if tokens and tokens + prompt > limits.max_queued_tokens:

@@ -48,13 +48,16 @@ def check_replica(replica: Replica) -> None:
             f"{seq}: {len(seq.table)} blocks for {seq.planned} tokens",
         )
     for name in ("prefills", "waiting"):
-        orders = [s.order for s in getattr(replica, name)]
-        _require(orders == sorted(set(orders)), f"{name} is not in admission order")
+        places = [s.place for s in getattr(replica, name)]
+        _require(places == sorted(set(places)), f"{name} is not in admission order")
+    if replica.running:
+        last = max(replica.running, key=lambda s: s.place)
+        _require(replica.waiting.last() is last, f"{last} is not the next to be preempted")
     _require(len(replica.running) <= replica.max_running, "more sequences than the limit")
     for seq in [*replica.waiting, *replica.settling]:
         _require(not seq.table and not seq.node and not seq.dups, f"{seq} holds blocks")
     queued = sum(seq.known for seq in replica.waiting)
-    _require(replica.queued_tokens == queued, f"{replica.queued_tokens} tokens counted as waiting, not {queued}")
+    _require(replica.waiting.tokens == queued, f"{replica.waiting.tokens} tokens counted as waiting, not {queued}")
     for seq in replica.waiting:
         _require(seq.phase is Phase.WAITING and not seq.pending, f"{seq} waits")
     decoding = {s for s in replica.running if s.phase is Phase.DECODE}

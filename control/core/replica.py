@@ -9,22 +9,23 @@ a slot is used again only after the results of all plans that name it, so a resu
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable
-from heapq import heappop, heappush
+from heapq import heappush
 from math import inf
 from operator import attrgetter
 
 from ..wire import BatchPlan, Register, Result
 from ..wire.digest import audit_digest, audited, is_audited
 from . import logprobs
-from .blocks import NO_MATCH, BlockPool
+from .admission import admit
+from .blocks import BlockPool
 from .events import Delivered, Ended, Limits, OutOfStep, SendPlan
 from .lane import Lane
 from .packing import pack_u16, pack_u32
 from .policy import Chunks, stall_free
 from .sequence import Phase, Sequence
+from .waiting import WaitingQueue
 
 _order = attrgetter("order")
 _append: Callable[[list[int], int], None] = list[int].append
@@ -57,8 +58,7 @@ class Replica:
         self.limits = limits
         self.pool = BlockPool(num_blocks, limits.block_size, limits.prefix_caching)
         self.lanes = [Lane(i, num_slots, limits.block_size) for i in range(stages)]
-        self.waiting: list[Sequence] = []  #: by admission order
-        self.queued_tokens = 0  #: known tokens of those
+        self.waiting = WaitingQueue()
         self.prefills: list[Sequence] = []  #: admitted, chunks to be planned; by admission order
         self.running: dict[Sequence, None] = {}  #: PREFILL and DECODE
         self.settling: dict[Sequence, None] = {}
@@ -73,10 +73,10 @@ class Replica:
         self.due = inf  #: when the replica wants to be asked for a plan again, although nothing else happens
         self._turn = 0
         self.free_slots = list(range(num_slots))
-        self._generations = [0] * num_slots
+        self.generations = [0] * num_slots
         self._released: list[int] = []
-        self._registers: list[Register] = []
-        self._alone: Sequence | None = None  #: under suspicion of killing workers: runs with nobody else
+        self.registers: list[Register] = []
+        self.alone: Sequence | None = None  #: under suspicion of killing workers: runs with nobody else
         self.ended: list[Ended] = []  #: ownership that ended outside a result, to be delivered
         self._policy: Callable[[Replica, int], Chunks] = stall_free
 
@@ -85,83 +85,12 @@ class Replica:
     def enqueue(self, seq: Sequence) -> None:
         """Put ``seq`` into the waiting queue at its place in the admission order."""
         seq.phase = Phase.WAITING
-        self.queued_tokens += len(seq.tokens) >> 2
-        waiting = self.waiting
-        if not waiting or waiting[-1].order < seq.order:
-            waiting.append(seq)
-        else:
-            insort(waiting, seq, key=_order)
+        self.waiting.push(seq)
 
     def admit(self, room: int) -> Sequence | None:
-        """Admit the next request: the head, or, if its blocks do not fit, a later one that needs at most ``room``
-        tokens, which passes it at most ``overtakes`` times. Allocates all blocks of the known tokens."""
-        waiting = self.waiting
-        if not waiting or len(self.running) >= self.max_running or not self.free_slots or self._alone:
-            return None
-        head = waiting[0]
-        if head.deaths > 1:
-            if self.running or self.settling or self.inflight:
-                return None
-            self._alone = head
-        if self._place(head):
-            del waiting[0]
-            return head
-        self._alone = None
-        if head.passed >= self.limits.overtakes:
-            return None
-        for i in range(1, min(len(waiting), 1 + self.limits.overtakes)):
-            seq = waiting[i]
-            if seq.known <= room and seq.deaths < 2 and self._place(seq):
-                head.passed += 1
-                del waiting[i]
-                return seq
-        return None
-
-    def _place(self, seq: Sequence) -> bool:
-        pool = self.pool
-        known = len(seq.tokens) >> 2
-        # Log-probabilities of a prompt need every position computed.
-        match = pool.match(seq.tokens, seq.salt) if seq.sampling.prompt_logprobs < 0 else NO_MATCH
-        need = -(-known // pool.block_size) - match.blocks
-        spare = len(pool.free) + pool.evictable - match.idle - need
-        if spare < 0 or (spare < self.watermark and pool.held):
-            return False
-        if match.blocks:
-            pool.claim(seq, match)
-        seq.table += pool.alloc(need)
-        cached = seq.computed = match.blocks * pool.block_size
-        if not seq.generation:
-            seq.cached = cached
-        self.cache_queries += known
-        self.cache_hits += cached
-        slot = heappop(self.free_slots)
-        self._generations[slot] += 1
-        seq.slot, seq.generation = slot, self._generations[slot]
-        self.queued_tokens -= known
-        seq.phase = Phase.PREFILL
-        self.owners[slot] = seq
-        self.running[seq] = None
-        prefills = self.prefills
-        if not prefills or prefills[-1].order < seq.order:
-            prefills.append(seq)
-        else:
-            insort(prefills, seq, key=_order)
-        self._registers.append(
-            Register(
-                slot,
-                seq.generation,
-                seq.order,
-                seq.tokens,
-                seq.prompt_len,
-                cached,
-                pack_u32(seq.table),
-                seq.max_len,
-                seq.min_len,
-                seq.stop_ids,
-                seq.sampling,
-            )
-        )
-        return True
+        """Admit the next request, or one that passes it and needs at most ``room`` tokens; None if there is none that
+        fits. It has blocks for all its known tokens then."""
+        return admit(self, room)
 
     # ---- planning --------------------------------------------------------------------------------------------
 
@@ -176,7 +105,7 @@ class Replica:
             preempted = self.preemptions
             for offset in range(stages):
                 lane = self.lanes[(self._turn + offset) % stages]
-                if lane.in_flight < 2 and (lane.count or self.prefills or self.waiting):
+                if lane.in_flight < 2 and (lane.count or self.prefills or len(self.waiting)):
                     plan = self._plan(lane)
                     if plan is not None:
                         self._turn = (lane.index + 1) % stages
@@ -191,7 +120,7 @@ class Replica:
         tick = lane.tick
         crossing = lane.grow[tick % lane.block_size]
         while len(crossing) > pool.available:
-            self._preempt(max(self.running, key=_order))
+            self._preempt(self.waiting.last())
         blocks = pool.alloc(len(crossing))
         grown = pack_u16(crossing)
         deque(map(_append, crossing.values(), blocks), 0)
@@ -223,7 +152,7 @@ class Replica:
         )
         if self._released:
             self._released = []
-        registers, self._registers = self._registers, []
+        registers, self.registers = self.registers, []
         digest = self._digest(lane) if is_audited(self.step) else None
         kv_tokens = lane.kv_tokens
         self.step += 1
@@ -320,10 +249,11 @@ class Replica:
         pool.name(seq, (known if known < computed else computed) // pool.block_size)
         pool.release(seq)
         del self.running[seq]
+        self.waiting.left(seq)
         self._drop_slot(seq.slot)
         seq.phase = Phase.SETTLING
-        if seq is self._alone:
-            self._alone = None
+        if seq is self.alone:
+            self.alone = None
         self.settling[seq] = None
 
     def _drop_slot(self, slot: int) -> None:
@@ -357,8 +287,7 @@ class Replica:
         """End ``seq`` wherever it is; rows of it that are in flight become void."""
         phase = seq.phase
         if phase is Phase.WAITING:
-            del self.waiting[bisect_left(self.waiting, seq.order, key=_order)]
-            self.queued_tokens -= seq.known
+            self.waiting.remove(seq)
         elif phase is not Phase.DONE:
             if phase is not Phase.SETTLING:
                 self._settle(seq)
@@ -416,8 +345,8 @@ class Replica:
                 self._settled(seq, ends)
         for slot in record.fenced:
             self._free_slot(slot)
-        if self._alone is not None and self._alone.phase is not Phase.DONE:
-            self._acquit(self._alone)
+        if self.alone is not None and self.alone.phase is not Phase.DONE:
+            self._acquit(self.alone)
         return delivered
 
     def _collect(self, record: InFlight, ids: memoryview, delivered: Delivered) -> None:
@@ -438,7 +367,7 @@ class Replica:
         known = seq.known if lane is None else seq.join_known + lane.done - seq.join_tick
         if known > seq.doubt_len:
             seq.deaths = 0
-            self._alone = None
+            self.alone = None
 
     def take_ended(self) -> Delivered:
         """Ownership that ended without a result to carry it."""
@@ -474,8 +403,7 @@ class Replica:
             if seq in suspects:
                 seq.deaths += 1
                 seq.doubt_len = seq.known
-        self.waiting, self.prefills, self.running, self.settling = [], [], {}, {}
-        self.queued_tokens = 0
+        self.waiting, self.prefills, self.running, self.settling = WaitingQueue(), [], {}, {}
         self.inflight.clear()
         self.ended = []
         return unfinished, ended

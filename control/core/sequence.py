@@ -56,6 +56,7 @@ class Sequence:
         "passed",
         "pending",
         "phase",
+        "place",
         "prompt_len",
         "request",
         "salt",
@@ -69,6 +70,7 @@ class Sequence:
 
     def __init__(self, order: int, owner: int, submit: Submit, max_len: int) -> None:
         self.order = order
+        self.place: tuple[float, int] = (0.0, order)  #: in the admission order: the smaller is taken earlier
         self.owner = owner  #: the client, as numbered by the shell
         self.key = submit.key  #: the client's name for the request
         self.request = submit.request

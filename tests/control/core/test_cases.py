@@ -215,7 +215,7 @@ def test_kv_6_a_hit_that_cannot_be_admitted_holds_nothing() -> None:
     server.submit(1, prompt(100, seed=2), 40)
     server.submit(2, prompt(48) + prompt(60, seed=3), 4)  # 3 blocks hit, 4 new: too much beside the first
     assert [s.key for s in only(server).waiting] == [2]
-    assert not only(server).waiting[0].table and pool.evictable >= 3
+    assert not only(server).waiting.head().table and pool.evictable >= 3
     server.run()
     assert server.tokens(2) == wanted(prompt(48) + prompt(60, seed=3), 4)
     server.assert_idle()

@@ -1,0 +1,97 @@
+"""Who is admitted to a replica: the head of its waiting queue, or for a bounded number of times one behind it.
+
+Admission allocates the blocks of all known tokens, less cached ones. A request is taken when they fit above the
+watermark, which does not apply when nothing holds blocks.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from heapq import heappop
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from ..wire import Register
+from .blocks import NO_MATCH
+from .packing import pack_u32
+from .sequence import Phase, Sequence
+
+if TYPE_CHECKING:
+    from .replica import Replica
+
+_place = attrgetter("place")
+
+
+def admit(replica: Replica, room: int) -> Sequence | None:
+    """Admit the next request: the head, or, if its blocks do not fit, a later one that needs at most ``room``
+    tokens, which passes it at most ``overtakes`` times."""
+    waiting = replica.waiting
+    if not len(waiting) or len(replica.running) >= replica.max_running:
+        return None
+    if not replica.free_slots or replica.alone is not None:
+        return None
+    head = waiting.head()
+    if head.deaths > 1:
+        if replica.running or replica.settling or replica.inflight:
+            return None
+        replica.alone = head
+    if _start(replica, head):
+        return head
+    replica.alone = None
+    overtakes = replica.limits.overtakes
+    if head.passed >= overtakes:
+        return None
+    for seq in waiting.behind(overtakes):
+        if seq.known <= room and seq.deaths < 2 and _start(replica, seq):
+            head.passed += 1
+            return seq
+    return None
+
+
+def _start(replica: Replica, seq: Sequence) -> bool:
+    """Give ``seq`` a slot and the blocks of its known tokens, and have workers told, if the blocks are there."""
+    pool = replica.pool
+    known = len(seq.tokens) >> 2
+    # Log-probabilities of a prompt need every position computed.
+    match = pool.match(seq.tokens, seq.salt) if seq.sampling.prompt_logprobs < 0 else NO_MATCH
+    need = -(-known // pool.block_size) - match.blocks
+    spare = len(pool.free) + pool.evictable - match.idle - need
+    if spare < 0 or (spare < replica.watermark and pool.held):
+        return False
+    replica.waiting.remove(seq)
+    if match.blocks:
+        pool.claim(seq, match)
+    seq.table += pool.alloc(need)
+    cached = seq.computed = match.blocks * pool.block_size
+    if not seq.generation:
+        seq.cached = cached
+    replica.cache_queries += known
+    replica.cache_hits += cached
+    slot = heappop(replica.free_slots)
+    replica.generations[slot] += 1
+    seq.slot, seq.generation = slot, replica.generations[slot]
+    seq.phase = Phase.PREFILL
+    replica.owners[slot] = seq
+    replica.running[seq] = None
+    replica.waiting.started(seq)
+    prefills = replica.prefills
+    if not prefills or prefills[-1].place < seq.place:
+        prefills.append(seq)
+    else:
+        insort(prefills, seq, key=_place)
+    replica.registers.append(
+        Register(
+            slot,
+            seq.generation,
+            seq.order,
+            seq.tokens,
+            seq.prompt_len,
+            cached,
+            pack_u32(seq.table),
+            seq.max_len,
+            seq.min_len,
+            seq.stop_ids,
+            seq.sampling,
+        )
+    )
+    return True
