@@ -21,9 +21,11 @@ Why = Literal["slow", "silent", "gone"]
 
 
 class Delivery:
-    """``send(identity, frame)`` queues a frame; ``wake()`` is called whenever ``doomed`` or ``slow`` have grown."""
+    """``send(identity, frames)`` queues a message; ``wake()`` is called when ``doomed`` or ``slow`` have grown."""
 
-    def __init__(self, sessions: Sessions, send: Callable[[bytes, bytes], Sent], wake: Callable[[], None]) -> None:
+    def __init__(
+        self, sessions: Sessions, send: Callable[[bytes, list[bytes]], Sent], wake: Callable[[], None]
+    ) -> None:
         self.sessions = sessions
         self.fanout = Fanout()
         #: Clients to be cut off, and why.
@@ -37,11 +39,20 @@ class Delivery:
 
     def deliver(self, delivered: Delivered, now: float) -> None:
         """Tell the clients concerned of an iteration's tokens and ends."""
-        by_owner = self.sessions.by_owner
+        by_owner, send = self.sessions.by_owner, self._send
         for owner, tick in self.fanout.ticks(delivered):
             session = by_owner.get(owner)
-            if session is not None and not session.doomed:
-                self._tick(session, tick, now)
+            if session is None or session.doomed:
+                continue
+            if session.waiting is None:
+                # There may be thousands of these a second: no more is done about one than must be.
+                sent = send(session.identity, [encode(tick)])
+                if sent == "sent":
+                    continue
+                if sent == "gone":
+                    self._gone(session)
+                    continue
+            self._merge(session, tick, now)
 
     def answer(self, session: Session, frame: bytes, now: float) -> None:
         """Tell a client what it asked for: not lost while the client is there."""
@@ -107,11 +118,9 @@ class Delivery:
             "clients_gone_total": self.cut["gone"],
         }
 
-    def _tick(self, session: Session, tick: Tick, now: float) -> None:
+    def _merge(self, session: Session, tick: Tick, now: float) -> None:
         waiting = session.waiting
         if waiting is None:
-            if self._put(session, encode(tick)) or session.doomed:
-                return
             self._wait(session, tick, now)
         else:
             waiting.hold(tick)
@@ -132,7 +141,10 @@ class Delivery:
             self.doom(session, "slow", reason)
 
     def _put(self, session: Session, frame: bytes) -> bool:
-        sent = self._send(session.identity, frame)
+        sent = self._send(session.identity, [frame])
         if sent == "gone":
-            self.doom(session, "gone", "its connection is gone")
+            self._gone(session)
         return sent == "sent"
+
+    def _gone(self, session: Session) -> None:
+        self.doom(session, "gone", "its connection is gone")

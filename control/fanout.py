@@ -2,7 +2,8 @@
 
 A client's stream is ordered, and ownership of slots travels in it: a slot belongs to a request from the tick of its
 first token until its end, so a token can never reach another request. An iteration whose rows all belong to one
-client (a gateway, usually) is passed on as it came, without touching a row.
+client (a gateway, usually) is passed on as it came, without touching a row. One of many clients is taken apart in one
+pass over its rows.
 """
 
 from __future__ import annotations
@@ -10,92 +11,186 @@ from __future__ import annotations
 from array import array
 
 from .core.events import Delivered, Ended
-from .core.packing import pack_u16, pack_u32
+from .core.packing import pack_u16
 from .core.sequence import Sequence
 from .wire import NO_SLOT, End, Logprobs, Tick, TokenLogprobs
 
+#: Shared by the ticks in which there are none.
+_NO_ENDS: list[End] = []
+_NO_LOGPROBS: list[TokenLogprobs] = []
+#: The bitmaps that have a single bit, by its slot: as many as were needed.
+_SINGLE: list[bytes] = []
 
-class Fanout:
-    """Which request owns which slot, as the clients were told."""
+
+class Stream:
+    """One client's stream of ticks."""
+
+    __slots__ = ("first", "more", "owner", "sequence")
+
+    def __init__(self, owner: int) -> None:
+        self.owner = owner
+        self.sequence = 0  #: number of the next tick
+        #: Its rows of the iteration at hand: the first slot (-1: none so far) and the others, if there are any.
+        self.first = -1
+        self.more: list[int] | None = None
+
+
+class Rows:
+    """Who owns the slots of one replica, as the clients were told: request and stream, by slot."""
+
+    __slots__ = ("owned", "streams")
 
     def __init__(self) -> None:
-        self._owned: dict[tuple[int, int], Sequence] = {}
-        self._sent: dict[int, int] = {}
+        self.owned: list[Sequence | None] = []
+        self.streams: list[Stream | None] = []
+
+    def set(self, slot: int, seq: Sequence, stream: Stream) -> None:
+        while len(self.owned) <= slot:
+            self.owned.append(None)
+            self.streams.append(None)
+        self.owned[slot] = seq
+        self.streams[slot] = stream
+
+    def get(self, slot: int) -> Sequence | None:
+        return self.owned[slot] if 0 <= slot < len(self.owned) else None
+
+    def clear(self, slot: int) -> None:
+        self.owned[slot] = None
+        self.streams[slot] = None
+
+
+class Fanout:
+    """Which request owns which slot, and where each client's stream is."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, Rows] = {}
+        self._streams: dict[int, Stream] = {}
+
+    @property
+    def clients(self) -> list[int]:
+        """The clients that something is kept of."""
+        return list(self._streams)
 
     def forget(self, owner: int) -> None:
         """The client is gone."""
-        self._sent.pop(owner, None)
-        for place in [place for place, seq in self._owned.items() if seq.owner == owner]:
-            del self._owned[place]
+        self._streams.pop(owner, None)
+        for rows in self._rows.values():
+            for slot, seq in enumerate(rows.owned):
+                if seq is not None and seq.owner == owner:
+                    rows.clear(slot)
 
     def sent(self, owner: int) -> int:
         """How many ticks were made for this client: the number of the next one."""
-        return self._sent.get(owner, 0)
+        stream = self._streams.get(owner)
+        return 0 if stream is None else stream.sequence
 
     def renumber(self, owner: int, sequence: int) -> None:
         """The next tick for this client is number ``sequence``: some were merged."""
-        self._sent[owner] = sequence
+        self._stream(owner).sequence = sequence
 
     def owned_by(self, owner: int) -> dict[tuple[int, int], int]:
         """The slots of this client's requests: replica and slot to key."""
-        return {place: seq.key for place, seq in self._owned.items() if seq.owner == owner}
+        return {
+            (replica, slot): seq.key
+            for replica, rows in self._rows.items()
+            for slot, seq in enumerate(rows.owned)
+            if seq is not None and seq.owner == owner
+        }
 
     def ticks(self, delivered: Delivered) -> list[tuple[int, Tick]]:
         """One message for each client concerned."""
-        replica = delivered.replica
-        owned = self._owned
+        rows = self._rows.get(delivered.replica)
+        if rows is None:
+            rows = self._rows[delivered.replica] = Rows()
         for slot, seq in delivered.starts:
-            owned[replica, slot] = seq
+            rows.set(slot, seq, self._stream(seq.owner))
         live, sole = delivered.live, delivered.sole
         if sole >= 0:
             if not delivered.ends and not delivered.starts and not delivered.logprobs:
                 if not any(live):
                     return []  # all rows are void, perhaps because the client is gone
-                return [(sole, self._tick(sole, delivered, live, True, delivered.ids))]
+                return [(sole, self._tick(self._stream(sole), delivered, live, True, delivered.ids))]
             if all(ended.seq.owner == sole for ended in delivered.ends) and all(
                 seq.owner == sole for seq, _ in delivered.logprobs
             ):
-                told = self._ends(delivered.ends, replica)
-                starts, rows = delivered.starts, delivered.logprobs
-                return [(sole, self._tick(sole, delivered, live, True, delivered.ids, starts, told, rows))]
-        return self._split(delivered)
+                told = self._ends(delivered.ends, rows)
+                starts, logprobs = delivered.starts, delivered.logprobs
+                stream = self._stream(sole)
+                return [(sole, self._tick(stream, delivered, live, True, delivered.ids, starts, told, logprobs))]
+        return self._split(delivered, rows)
 
-    def _split(self, delivered: Delivered) -> list[tuple[int, Tick]]:
-        replica, live, owned = delivered.replica, delivered.live, self._owned
-        slots: dict[int, list[int]] = {}
-        for byte, bits in enumerate(live):
-            while bits:
-                low = bits & -bits
-                bits ^= low
-                slot = (byte << 3) + low.bit_length() - 1
-                slots.setdefault(owned[replica, slot].owner, []).append(slot)
+    def _stream(self, owner: int) -> Stream:
+        stream = self._streams.get(owner)
+        if stream is None:
+            stream = self._streams[owner] = Stream(owner)
+        return stream
+
+    def _split(self, delivered: Delivered, rows: Rows) -> list[tuple[int, Tick]]:
+        told = self._concerned(delivered, rows)
+        ids = bytes(delivered.ids)
+        ticks: list[tuple[int, Tick]] = []
+        if not (delivered.starts or delivered.ends or delivered.logprobs):
+            for stream in told:
+                live, mine = _rows_of(stream, ids)
+                ticks.append((stream.owner, self._tick(stream, delivered, live, False, mine)))
+            return ticks
         starts: dict[int, list[tuple[int, Sequence]]] = {}
         for start in delivered.starts:
             starts.setdefault(start[1].owner, []).append(start)
-        ends: dict[int, list[Ended]] = {}
-        for ended in delivered.ends:
-            ends.setdefault(ended.seq.owner, []).append(ended)
+        ended: dict[int, list[Ended]] = {}
+        for end in delivered.ends:
+            ended.setdefault(end.seq.owner, []).append(end)
         logprobs: dict[int, list[tuple[Sequence, Logprobs]]] = {}
         for row in delivered.logprobs:
             logprobs.setdefault(row[0].owner, []).append(row)
-        values = memoryview(delivered.ids).cast("I")
-        ticks: list[tuple[int, Tick]] = []
-        for owner in dict.fromkeys([*slots, *starts, *ends, *logprobs]):
-            mine = slots.get(owner, [])
-            bitmap = bytearray((mine[-1] >> 3) + 1 if mine else 0)
-            for slot in mine:
-                bitmap[slot >> 3] |= 1 << (slot & 7)
-            told = self._ends(ends.get(owner, []), replica)
-            rows = logprobs.get(owner)
-            if not mine and not told and not rows:
-                continue
-            ids = pack_u32([values[slot] for slot in mine])
-            ticks.append((owner, self._tick(owner, delivered, bitmap, False, ids, starts.get(owner), told, rows)))
+        for stream in told:
+            owner = stream.owner
+            live, mine = _rows_of(stream, ids)
+            ends = self._ends(ended[owner], rows) if owner in ended else None
+            if mine or ends or owner in logprobs:
+                self._streams[owner] = stream
+                begun, probable = starts.get(owner), logprobs.get(owner)
+                ticks.append((owner, self._tick(stream, delivered, live, False, mine, begun, ends, probable)))
         return ticks
+
+    def _concerned(self, delivered: Delivered, rows: Rows) -> list[Stream]:
+        """The streams of the iteration's clients, each with its rows; by their first rows, then those without any."""
+        streams = rows.streams
+        found: list[Stream] = []
+        base = 0
+        for byte in bytes(delivered.live):
+            bits: int = byte
+            while bits:
+                low = bits & -bits
+                bits ^= low
+                slot = base + low.bit_length() - 1
+                stream = streams[slot]
+                assert stream is not None, "a token of a slot that nobody owns"
+                if stream.first < 0:
+                    stream.first = slot
+                    found.append(stream)
+                elif stream.more is None:
+                    stream.more = [slot]
+                else:
+                    stream.more.append(slot)
+            base += 8
+        others: dict[int, None] = {}
+        for ended in delivered.ends:
+            others[ended.seq.owner] = None
+        for seq, _ in delivered.logprobs:
+            others[seq.owner] = None
+        for owner in others:
+            stream = self._streams.get(owner)
+            if stream is None:
+                # Known from its first tick on, which this iteration may not bring.
+                stream = Stream(owner)
+            if stream.first < 0:
+                found.append(stream)
+        return found
 
     def _tick(
         self,
-        owner: int,
+        stream: Stream,
         delivered: Delivered,
         live: bytes | bytearray,
         dense: bool,
@@ -104,8 +199,8 @@ class Fanout:
         ends: list[End] | None = None,
         logprobs: list[tuple[Sequence, Logprobs]] | None = None,
     ) -> Tick:
-        sequence = self._sent.get(owner, 0)
-        self._sent[owner] = sequence + 1
+        sequence = stream.sequence
+        stream.sequence = sequence + 1
         slots = keys = b""
         if starts:
             slots = pack_u16([slot for slot, _ in starts])
@@ -119,30 +214,29 @@ class Fanout:
             ids,  # type: ignore[arg-type]
             slots,
             keys,
-            ends or [],
+            ends or _NO_ENDS,
             max(delivered.replica, 0),
             [
                 TokenLogprobs(seq.key, row.start, row.values, row.ranks, row.top_ids, row.top_values)
                 for seq, row in logprobs
             ]
             if logprobs
-            else [],
+            else _NO_LOGPROBS,
         )
 
-    def _ends(self, ended: list[Ended], replica: int) -> list[End]:
+    def _ends(self, ended: list[Ended], rows: Rows) -> list[End]:
         told: list[End] = []
         for end in ended:
-            seq = end.seq
-            place = (replica, end.slot)
-            owns = self._owned.get(place) is seq
+            seq, slot = end.seq, end.slot
+            owns = rows.get(slot) is seq
             if owns:
-                del self._owned[place]
+                rows.clear(slot)
             elif end.reason == "paused":
                 continue
             told.append(
                 End(
                     seq.key,
-                    end.slot if owns else NO_SLOT,
+                    slot if owns else NO_SLOT,
                     end.reason,
                     seq.known - seq.prompt_len,
                     seq.cached,
@@ -150,3 +244,22 @@ class Fanout:
                 )
             )
         return told
+
+
+def _rows_of(stream: Stream, ids: bytes) -> tuple[bytes, bytes]:
+    """Bitmap and ids of the stream's rows, which are taken from it."""
+    first, more = stream.first, stream.more
+    if first < 0:
+        return b"", b""
+    stream.first = -1
+    if more is None:
+        if first >= len(_SINGLE):
+            for slot in range(len(_SINGLE), first + 1):
+                _SINGLE.append(bytes(slot >> 3) + bytes((1 << (slot & 7),)))
+        return _SINGLE[first], ids[4 * first : 4 * first + 4]
+    stream.more = None
+    more.insert(0, first)
+    bitmap = bytearray((more[-1] >> 3) + 1)
+    for slot in more:
+        bitmap[slot >> 3] |= 1 << (slot & 7)
+    return bytes(bitmap), b"".join([ids[4 * slot : 4 * slot + 4] for slot in more])

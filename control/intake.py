@@ -10,19 +10,25 @@ import zmq
 from .host import Sent, Take
 from .wire.sockets import Socket
 
+#: Plain numbers: another frame of the same message follows, or none.
+_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+_LAST = int(zmq.NOBLOCK)
 #: Messages taken from a socket before the other gets its turn.
 BURST = 64
 
 
 class Intake:
     """Reads a socket whenever it has something, and gives ``take`` a message's first frame (of a ROUTER: who sent it)
-    and the others. The descriptor only signals changes, so after every send and every read the socket is asked again.
+    and the others. The descriptor only signals changes, and whoever sends may have taken the signal: so the socket is
+    asked again after every read, and once the sends at hand are done.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, socket: Socket, take: Take) -> None:
         self.socket = socket
         self._loop = loop
         self._take = take
+        # What ``send_multipart`` calls in the end, after it has looked at every frame twice.
+        self._send = super(zmq.Socket, socket).send
         self._scheduled = False
         self._descriptor = int(socket.getsockopt(zmq.FD))
         loop.add_reader(self._descriptor, self.drain)
@@ -30,6 +36,8 @@ class Intake:
     def drain(self) -> None:
         """Take in what is there, at most a burst of it."""
         self._scheduled = False
+        if self.socket.closed:
+            return
         for _ in range(BURST):
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -40,22 +48,31 @@ class Intake:
 
     def send(self, identity: bytes, frames: list[bytes]) -> Sent:
         """Queue a message, and say what became of it."""
-        sent: Sent = "sent"
+        if not self._scheduled:
+            self._look_later()
+        send = self._send
         try:
-            self.socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=True)
+            send(identity, _MORE)
+            if len(frames) > 1:
+                for frame in frames[:-1]:
+                    send(frame, _MORE)
+            send(frames[-1], _LAST)
         except zmq.Again:
-            sent = "full"
+            return "full"
         except zmq.ZMQError as error:
             if error.errno != errno.EHOSTUNREACH:
                 raise
-            sent = "gone"
-        self.kick()
-        return sent
+            return "gone"
+        return "sent"
 
     def kick(self) -> None:
+        """Look whether there is something to be read."""
         if not self._scheduled and int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            self._scheduled = True
-            self._loop.call_soon(self.drain)
+            self._look_later()
+
+    def _look_later(self) -> None:
+        self._scheduled = True
+        self._loop.call_soon(self.drain)
 
     def close(self) -> None:
         self._loop.remove_reader(self._descriptor)

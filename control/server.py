@@ -29,7 +29,7 @@ from .core.events import (
 )
 from .core.integrity import IntegrityError, check_integrity
 from .delivery import Delivery
-from .host import Host, Sent, Timer
+from .host import Host, Timer
 from .loop_host import LoopHost
 from .merging import RETRY_S
 from .options import ControlOptions
@@ -68,7 +68,6 @@ class ControlServer:
         self.instance = host.draw(63)
         self.engine: Engine | None = None
         self.sessions = Sessions(lambda: host.draw(62) + 1)
-        self.delivery = Delivery(self.sessions, self._put, self._wake)
         self.telemetry = Telemetry()
         self.supervisor = Supervisor(
             options.limits,
@@ -101,6 +100,7 @@ class ControlServer:
         self._ports = host.open(options, self._from_worker, self._from_client)
         self._workers, self._clients = self._ports.workers, self._ports.clients
         self._events, self.gatekeeper = self._ports.events, self._ports.guard
+        self.delivery = Delivery(self.sessions, self._clients.send, self._wake)
 
     # ---- workers ---------------------------------------------------------------------------------------------
 
@@ -286,9 +286,6 @@ class ControlServer:
         if self.engine is not None:
             return len(self.engine.requests.get(session.owner, ()))
         return sum(owner == session.owner for owner, _ in self._early)
-
-    def _put(self, identity: bytes, frame: bytes) -> Sent:
-        return self._clients.send(identity, [frame])
 
     def _tell(self, session: Session, frame: bytes) -> None:
         self.delivery.answer(session, frame, self._now())

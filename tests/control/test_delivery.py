@@ -43,12 +43,12 @@ class Queues:
         self.sessions = Sessions()
         self.delivery = Delivery(self.sessions, self.send, self.wake)
 
-    def send(self, identity: bytes, frame: bytes) -> Sent:
+    def send(self, identity: bytes, frames: list[bytes]) -> Sent:
         if identity not in self.frames:
             return "gone"
         if len(self.frames[identity]) >= self.room[identity]:
             return "full"
-        self.frames[identity].append(frame)
+        self.frames[identity] += frames
         self.sent += 1
         return "sent"
 

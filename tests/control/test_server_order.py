@@ -33,7 +33,7 @@ def test_tokens_are_told_before_their_slot_is_given_up(tmp_path: Path, monkeypat
         def send(_identity: bytes, _frames: list[bytes]) -> Sent:
             return "gone" if gone else "sent"
 
-        monkeypatch.setattr(server._clients, "send", tell)
+        monkeypatch.setattr(server.delivery, "_send", tell)
         monkeypatch.setattr(server._workers, "send", send)
         try:
             server._act(server.supervisor.take(b"w", WORKER, 0.0))
