@@ -30,6 +30,7 @@ from .events import (
 )
 from .replica import Replica
 from .sequence import Phase, Sequence
+from .vocabulary import too_large
 
 #: A request that was running at this many deaths of a worker is failed.
 FATAL_DEATHS = 3
@@ -149,6 +150,9 @@ class Engine:
             where = "the model's length" if most == limits.max_model_len else "the block pool"
             text = f"the prompt has {prompt} tokens; with at least one of output {where} allows {most - 1}"
             return "too_long", "tokens", text
+        if limits.vocab_size < 1 << 32 and (largest := too_large(submit.tokens, limits.vocab_size)) is not None:
+            text = f"token ids must be from 0 to {limits.vocab_size - 1}, not {largest}"
+            return "invalid", "tokens", text
         if known > prompt:
             # A continuation was taken on before: it is not refused for being many.
             return None

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from array import array
 from pathlib import Path
+from typing import Any
 
 import pytest
 from evenflow.control.build_core import build
@@ -16,6 +17,7 @@ from evenflow.control.core.events import (
     Event,
     Limits,
     OutOfStep,
+    Rejected,
     ReplicaLost,
     ReplicaUp,
     Returned,
@@ -24,8 +26,11 @@ from evenflow.control.core.events import (
 )
 from evenflow.control.core.integrity import check_integrity
 from evenflow.control.core.sequence import Phase
+from evenflow.control.core.vocabulary import too_large
 from evenflow.control.wire import Result, Submit, encode
 from evenflow.dataplane.simulated.shadow import shadow_tokens
+from hypothesis import given
+from hypothesis import strategies as st
 from inprocess import InProcess, u32
 from shadow_server import advance, device_side, only, prompt, scrambled, shadow_server, wanted
 
@@ -96,6 +101,56 @@ def test_ids_that_do_not_cover_the_rows_are_reported(ids: bytes) -> None:
     (effect,) = engine.step(Returned(0, Result(1, 0, 0, 0, 0, 0, 0, ids=ids)), 0.0)
     assert isinstance(effect, OutOfStep)
     check_integrity(engine)
+
+
+@pytest.mark.parametrize("fields", [{"lane": 1}, {"stopped": b"\0"}, {"stopped": b"\0\0\1"}], ids=str)
+def test_sec_1_a_result_that_contradicts_itself_or_the_plan_is_reported(fields: dict[str, Any]) -> None:
+    engine = Engine(Limits())
+    engine.step(ReplicaUp(0, 1, 1, 64, 16), 0.0)
+    engine.step(Submitted(0, Submit(1, "r", u32(prompt(10)), 10, 8)), 0.0)
+    result = Result(
+        **{
+            **dict.fromkeys(("received_us", "started_us", "ended_us", "idle_us"), 0),
+            "epoch": 1,
+            "step": 0,
+            "lane": 0,
+            "ids": u32([7]),
+            **fields,
+        }
+    )
+    (effect,) = engine.step(Returned(0, result), 0.0)
+    assert isinstance(effect, OutOfStep) and "step 0" in effect.reason
+    check_integrity(engine)
+
+
+def test_sec_1_a_sequence_that_is_said_to_have_stopped_twice_ends_once() -> None:
+    engine = Engine(Limits())
+    engine.step(ReplicaUp(0, 1, 1, 64, 16), 0.0)
+    engine.step(Submitted(0, Submit(1, "r", u32(prompt(10)), 10, 8)), 0.0)
+    effects = engine.step(Returned(0, Result(1, 0, 0, 0, 0, 0, 0, ids=u32([7]), stopped=b"\0\0" * 3)), 0.0)
+    ends = [ended for effect in effects if isinstance(effect, Delivered) for ended in effect.ends]
+    assert [ended.reason for ended in ends] == ["stop"] and not engine.requests
+    check_integrity(engine)
+
+
+# ---- what a worker must not be given -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vocab", [1, 200, 256, 257, 49_152, 65_536, 128_256, 1 << 24, (1 << 32) - 1])
+@given(data=st.data())
+def test_the_largest_id_is_found_whatever_the_vocabulary(vocab: int, data: st.DataObject) -> None:
+    near = st.integers(max(0, vocab - 3), min(vocab + 300, (1 << 32) - 1))
+    ids = data.draw(st.lists(st.integers(0, vocab - 1) | near | st.integers(0, (1 << 32) - 1), min_size=1))
+    assert too_large(u32(ids), vocab) == (max(ids) if max(ids) >= vocab else None)
+
+
+def test_sec_1_ids_that_the_model_does_not_have_are_refused() -> None:
+    engine = Engine(Limits(vocab_size=49_152))
+    for ids, prompt_len in (([1, 49_152, 2], 3), ([1, 2, (1 << 32) - 1], 2)):
+        (effect,) = engine.step(Submitted(0, Submit(1, "r", u32(ids), prompt_len, 8)), 0.0)
+        assert isinstance(effect, Rejected) and (effect.code, effect.field) == ("invalid", "tokens")
+        assert effect.message == f"token ids must be from 0 to 49151, not {max(ids)}"
+    assert engine.step(Submitted(0, Submit(1, "r", u32([0, 49_151]), 2, 8)), 0.0) == []
 
 
 # ---- sequences that only wait for their last result ----------------------------------------------------------
