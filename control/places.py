@@ -58,6 +58,9 @@ def no_such_place(asked: Hello | Probe, layout: Layout) -> str | None:
 
 def misfit(hello: Hello, model: Hello | None, limits: Limits | None, mates: Iterable[Hello]) -> str | None:
     """Why a worker cannot serve with the others, or None. ``model``: one of them; ``mates``: those of its replica."""
+    for name in ("vocab_size", "block_size", "num_blocks", "num_slots", "max_tokens", "max_model_len"):
+        if getattr(hello, name) < 1:
+            return f"{name} is {getattr(hello, name)}: a worker has at least one"
     if model is not None and (model.model, model.vocab_size) != (hello.model, hello.vocab_size):
         return f"model {hello.model} with {hello.vocab_size} ids, but {model.model} is being served"
     if model is not None and model.block_size != hello.block_size:

@@ -59,6 +59,7 @@ def snapshot(
         "clients": clients,
         "bad_frames_total": bad_frames,
         "worker_restarts_total": supervisor.restarts,
+        "workers_refused_total": supervisor.refused,
         "audit_failures_total": supervisor.audit_failures,
         "epochs_total": supervisor.epochs_begun,
         "epochs_lost_total": supervisor.epochs_lost,

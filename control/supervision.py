@@ -12,14 +12,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 import structlog
 
 from .core.events import Event, Limits, ReplicaLost, ReplicaUp, Returned, SendPlan
+from .limits import settle_limits
 from .places import CLAIM_S, Claim, Layout, host_name, misfit, no_such_place
 from .wire import (
+    PROTOCOL_VERSION,
+    Fatal,
     FromWorker,
     Heartbeat,
     Hello,
@@ -44,6 +47,12 @@ START_TIMEOUT_S = 60.0
 HANG_FACTOR = 10
 #: The first iteration of an epoch may take this long: a fresh process touches its memory for the first time.
 FIRST_RESULT_S = 15.0
+#: An epoch that lasted so many seconds makes up for those before it that did not.
+FORGIVEN_S = 60.0
+#: The longest wait between an epoch that living workers could not go on with and the next.
+LONGEST_WAIT_S = 10.0
+#: Blocks of a replica: more than any memory has, and a bound on what their books may cost here.
+MAX_BLOCKS = 1 << 22
 #: Iterations that count as recent.
 RECENT = 64
 
@@ -53,7 +62,7 @@ class Post:
     """Send ``message`` to the peer named ``identity``."""
 
     identity: bytes
-    message: Start | Heartbeat | Redial | Quit | KillWorker | Terms
+    message: Start | Heartbeat | Redial | Quit | KillWorker | Fatal | Terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +103,8 @@ class StageAccount:
 
     def add(self, result: Result, after_pause: bool) -> None:
         self.iterations += 1
-        self.busy_us += result.ended_us - result.started_us
+        # Whatever a worker says of its clock, a counter only grows.
+        self.busy_us += max(0, result.ended_us - result.started_us)
         if after_pause:
             return
         self.idle_us += result.idle_us
@@ -123,6 +133,14 @@ class Site:
     resumed: int = 0
     accounts: dict[int, StageAccount] = field(default_factory=dict[int, StageAccount])
     digests: dict[int, int] = field(default_factory=dict[int, int])
+    #: Epochs in a row that ended although all workers lived, and when the next may begin.
+    failures: int = 0
+    not_before: float = float("-inf")
+
+
+def wait_before_epoch(failures: int) -> float:
+    """Seconds before the next epoch after ``failures`` in a row that living workers could not go on with."""
+    return 0.0 if failures <= 1 else min(LONGEST_WAIT_S, 0.5 * 2 ** min(failures - 2, 10))
 
 
 class Supervisor:
@@ -152,6 +170,7 @@ class Supervisor:
         self.epochs_begun = 0  #: in which a replica came up
         self.epochs_lost = 0
         self.audit_failures = 0
+        self.refused = 0  #: peers that wanted to be what they cannot be here
         self.hang_timeout = hang_timeout
         self._links = links
         self._instance = instance
@@ -160,6 +179,7 @@ class Supervisor:
         self._claims: dict[tuple[int, int, int], Claim] = {}
         self._workers: dict[bytes, tuple[Site, Peer]] = {}
         self._launcher: bytes | None = None
+        self._complained = float("-inf")
 
     # ---- messages --------------------------------------------------------------------------------------------
 
@@ -180,19 +200,26 @@ class Supervisor:
                 if site.state == "starting":
                     # It refuses the start itself, and would the next: only a new process may help, with back-off.
                     return self._kill(site, peer, "it refuses to start an epoch", Quit(message.reason, refused=True))
-                return [*self._lose(site, "a worker is out of step"), *self._assemble(site, now)]
+                return self._begin_again(site, "a worker is out of step", now)
         if isinstance(message, Hello):
             return self._hello(identity, message, now)
         if isinstance(message, Probe):
-            return self._probed(identity, message)
+            return self._probed(identity, message, now)
         if isinstance(message, LauncherHello):
-            self._launcher = identity
-            return []
-        if isinstance(message, WorkerExited):
+            return self._launched(identity, message)
+        if isinstance(message, WorkerExited) and identity == self._launcher:
             return self._exited(message, now)
         waits = any(claim.identity == identity for claim in self._claims.values())
         if known is None and identity != self._launcher and not waits:
             return [Post(identity, Redial(self._instance))]
+        return []
+
+    def _launched(self, identity: bytes, hello: LauncherHello) -> list[Action]:
+        if hello.version != PROTOCOL_VERSION:
+            self.refused += 1
+            problem = f"protocol version {hello.version}, this control process speaks {PROTOCOL_VERSION}"
+            return [Post(identity, Fatal(problem))]
+        self._launcher = identity
         return []
 
     def _hello(self, identity: bytes, hello: Hello, now: float) -> list[Action]:
@@ -202,10 +229,10 @@ class Supervisor:
             mates = [peer.hello for peer in site.peers.values()]
             problem = misfit(hello, self._example(hello), self.limits, mates)
         if problem is not None or site is None:
-            return self._refuse(identity, hello, problem or "")
+            return self._refuse(identity, hello, problem or "", now)
         place = (hello.stage, hello.rank)
         old = site.peers.get(place)
-        if old is not None and site.index in self._layout.external and old.identity != identity:
+        if old is not None and old.identity != identity:
             return self._claim(site, old, identity, hello, now)
         actions = self._lose(site, "a worker dialled in anew") if site.state != "down" else []
         if old is not None:
@@ -222,8 +249,11 @@ class Supervisor:
         )
         return [*actions, *self._assemble(site, now)]
 
-    def _refuse(self, identity: bytes, asked: Hello | Probe, problem: str) -> list[Action]:
-        log.error("worker refused", replica=asked.replica, stage=asked.stage, reason=problem)
+    def _refuse(self, identity: bytes, asked: Hello | Probe, problem: str, now: float) -> list[Action]:
+        self.refused += 1
+        if now - self._complained >= 1.0:
+            self._complained = now
+            log.error("worker refused", replica=asked.replica, stage=asked.stage, reason=problem, so_far=self.refused)
         return [Post(identity, Quit(problem, refused=True))]
 
     def _claim(self, site: Site, old: Peer, identity: bytes, hello: Hello, now: float) -> list[Action]:
@@ -231,7 +261,7 @@ class Supervisor:
         place = (site.index, hello.stage, hello.rank)
         claim = self._claims.get(place)
         if claim is not None and claim.identity != identity:
-            return self._refuse(identity, hello, "another worker waits for this place already")
+            return self._refuse(identity, hello, "another worker waits for this place already", now)
         self._claims[place] = Claim(identity, hello, now if claim is None else claim.since)
         # If it is gone, sending to it tells.
         return [Post(old.identity, Heartbeat(site.epoch, self._instance))]
@@ -248,13 +278,13 @@ class Supervisor:
                 del self._claims[place]
                 where = f"process {old.hello.pid} on {host_name(old.hello.host)}"
                 problem = f"replica {replica}, stage {rest[0]} is taken by {where}"
-                actions += self._refuse(claim.identity, claim.hello, problem)
+                actions += self._refuse(claim.identity, claim.hello, problem, now)
         return actions
 
-    def _probed(self, identity: bytes, probe: Probe) -> list[Action]:
+    def _probed(self, identity: bytes, probe: Probe, now: float) -> list[Action]:
         problem = no_such_place(probe, self._layout)
         if problem is not None:
-            return self._refuse(identity, probe, problem)
+            return self._refuse(identity, probe, problem, now)
         wanted = self.wanted
         layout, model = self._layout, "" if self.model is None else self.model.model
         terms = Terms(
@@ -276,13 +306,14 @@ class Supervisor:
 
     def _assemble(self, site: Site, now: float) -> list[Action]:
         """Begin an epoch if every stage is there."""
-        if site.state != "down" or len(site.peers) < self.stages:
+        if site.state != "down" or len(site.peers) < self.stages or now < site.not_before:
             return []
         hellos = [peer.hello for peer in site.peers.values()]
-        num_blocks = min(hello.num_blocks for hello in hellos)
-        self._settle_limits(hellos, num_blocks)
+        num_blocks = min(MAX_BLOCKS, *(hello.num_blocks for hello in hellos))
         limits = self.limits
-        assert limits is not None
+        if limits is None:
+            self.model = hellos[0]
+            limits = self.limits = settle_limits(self.wanted, hellos, num_blocks, self.stages, self._model_len)
         self.epoch += 1
         site.state, site.epoch, site.since = "starting", self.epoch, now
         site.inflight.clear()
@@ -306,35 +337,6 @@ class Supervisor:
         site.num_blocks, site.num_slots = num_blocks, slots
         return [Post(peer.identity, start) for peer in site.peers.values()]
 
-    def _settle_limits(self, hellos: list[Hello], num_blocks: int) -> None:
-        if self.limits is not None:
-            return
-        first = hellos[0]
-        self.model = first
-        length = min(first.max_model_len, self._model_len or first.max_model_len)
-        pool = num_blocks * first.block_size
-        if length > pool:
-            log.warning("max model length lowered to what the block pool holds", asked=length, now=pool)
-            length = pool
-        budget = min(self.wanted.token_budget, *(h.max_tokens for h in hellos))
-        if budget < self.wanted.token_budget:
-            log.warning("token budget lowered to the workers' limit", asked=self.wanted.token_budget, now=budget)
-        seqs = min(self.wanted.max_num_seqs, budget * self.stages, *(h.num_slots for h in hellos))
-        if seqs < self.wanted.max_num_seqs:
-            log.warning("max-num-seqs lowered to token-budget x stages", asked=self.wanted.max_num_seqs, now=seqs)
-        if self.wanted.prefix_caching:
-            log.info("prefix cache on: prompts share full blocks", shortest_prefix_tokens=first.block_size)
-        self.limits = replace(
-            self.wanted,
-            token_budget=budget,
-            max_num_seqs=seqs,
-            max_model_len=length,
-            block_size=first.block_size,
-            tile=first.tile,
-            vocab_size=first.vocab_size,
-            prefix_limit=first.prefix_limit,
-        )
-
     def _started(self, site: Site, peer: Peer, message: Started, now: float) -> list[Action]:
         if site.state != "starting" or message.epoch != site.epoch:
             return []
@@ -357,8 +359,9 @@ class Supervisor:
         account.add(result, result.step == site.resumed)
         if result.digest is not None and site.digests.get(result.step) not in (None, result.digest):
             self.audit_failures += 1
+            # Nothing that this process says can be believed: it is fenced, and its place is for a fresh one.
             log.error("a worker's tables differ from control's", replica=site.index, stage=stage, step=result.step)
-            return [*self._lose(site, "the audit failed"), *self._assemble(site, now)]
+            return self._kill(site, peer, "the audit failed", what="worker is wrong")
         if stage != self.stages - 1:
             return []
         inflight = site.inflight
@@ -419,6 +422,8 @@ class Supervisor:
                     step = site.inflight[0][0]
                     stuck = next(p for _, p in sorted(site.peers.items()) if p.step < step)
                     actions += self._kill(site, stuck, f"no result of step {step} for {limit:.1f} s")
+            elif site.state == "down":
+                actions += self._assemble(site, now)
             elif site.state == "starting" and now - site.since > START_TIMEOUT_S:
                 for peer in [p for p in site.peers.values() if not p.started]:
                     actions += self._kill(site, peer, f"epoch not started after {START_TIMEOUT_S:.0f} s")
@@ -439,11 +444,13 @@ class Supervisor:
         known = self._workers.get(identity)
         return self._drop(*known, "its connection is gone") if known is not None else []
 
-    def _kill(self, site: Site, peer: Peer, reason: str, word: Quit | None = None) -> list[Action]:
+    def _kill(
+        self, site: Site, peer: Peer, reason: str, word: Quit | None = None, what: str = "worker hangs"
+    ) -> list[Action]:
         """End a worker's part, and its process if it is the launcher's. ``word`` is for one that is not: without it,
         it may come back."""
         hello = peer.hello
-        log.error("worker hangs", replica=site.index, stage=hello.stage, pid=hello.pid, reason=reason)
+        log.error(what, replica=site.index, stage=hello.stage, pid=hello.pid, reason=reason)
         actions = self._drop(site, peer, reason)
         if site.index in self._layout.external:
             return [*actions, Post(peer.identity, word)] if word is not None else actions
@@ -470,7 +477,15 @@ class Supervisor:
 
     def out_of_step(self, replica: int, reason: str, now: float) -> list[Action]:
         """The core found a result that contradicts the plans."""
-        site = self.sites[replica]
+        return self._begin_again(self.sites[replica], reason, now)
+
+    def _begin_again(self, site: Site, reason: str, now: float) -> list[Action]:
+        """End an epoch although all workers are there; the next begins at once, or later if that happens again and
+        again."""
+        if now - site.since > FORGIVEN_S:
+            site.failures = 0
+        site.failures += 1
+        site.not_before = now + wait_before_epoch(site.failures)
         return [*self._lose(site, reason), *self._assemble(site, now)]
 
     @property

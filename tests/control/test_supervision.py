@@ -8,16 +8,20 @@ from evenflow.control.core.events import Limits, ReplicaLost, ReplicaUp, Returne
 from evenflow.control.places import CLAIM_S
 from evenflow.control.supervision import (
     FIRST_RESULT_S,
+    FORGIVEN_S,
     HANG_FACTOR,
+    MAX_BLOCKS,
     START_TIMEOUT_S,
     Action,
     Occur,
     Post,
     Supervisor,
+    wait_before_epoch,
 )
 from evenflow.control.wire import (
     PROTOCOL_VERSION,
     BatchPlan,
+    Fatal,
     Heartbeat,
     Hello,
     KillWorker,
@@ -132,14 +136,33 @@ def test_started_of_an_older_epoch_does_not_count() -> None:
     assert sup.take(b"a", Started(1000), 0.0) == [] and not sup.ready
 
 
-def test_a_worker_that_dials_in_anew_begins_a_new_epoch() -> None:
+def test_a_worker_that_says_hello_again_begins_a_new_epoch() -> None:
+    sup = supervisor()
+    epoch = bring_up(sup)
+    actions = sup.take(identity(1), hello(1), 1.0)
+    assert events(actions) == [ReplicaLost(0)]
+    starts = posted(actions, Start)
+    assert {who for who, _ in starts} == {identity(0), identity(1)} and starts[0][1].epoch == epoch + 1
+
+
+def test_sec_1_the_place_of_a_worker_that_lives_is_not_given_away() -> None:
     sup = supervisor()
     epoch = bring_up(sup)
     actions = sup.take(b"new", hello(1, pid=555), 1.0)
-    assert events(actions) == [ReplicaLost(0)]
-    starts = posted(actions, Start)
+    assert actions == [Post(identity(1), Heartbeat(epoch, INSTANCE))], "it is asked whether it is there"
+    ((who, quit_),) = posted(sup.tick(1.0 + CLAIM_S), Quit)
+    assert who == b"new" and quit_.refused and "taken by process 101" in quit_.reason
+    assert sup.ready and sup.refused == 1
+
+
+def test_a_worker_whose_place_is_still_a_dead_ones_has_it_at_the_next_tick() -> None:
+    sup = supervisor()
+    epoch = bring_up(sup)
+    sup.take(b"new", hello(1, pid=555), 1.0)
+    assert events(sup.gone(identity(1), 1.01)) == [ReplicaLost(0)]
+    starts = posted(sup.tick(1.25), Start)
     assert {who for who, _ in starts} == {identity(0), b"new"} and starts[0][1].epoch == epoch + 1
-    assert posted(sup.take(identity(1), Heartbeat(), 1.0), Redial), "the one it replaced is not known any more"
+    assert posted(sup.take(identity(1), Heartbeat(), 1.3), Redial), "the one it replaced is not known any more"
 
 
 def test_replicas_live_apart() -> None:
@@ -178,6 +201,7 @@ def test_a_worker_that_does_not_start_is_killed() -> None:
         ({"block_size": 32}, "block size 32, but 16"),
         ({"max_tokens": 100}, "100 tokens an iteration, but the token budget is 256"),
         ({"max_model_len": 512}, "sequences of 512 tokens, but 1024"),
+        *(({name: 0}, f"{name} is 0") for name in ("vocab_size", "block_size", "num_blocks", "num_slots")),
     ],
 )
 def test_a_worker_that_does_not_fit_is_told_to_quit_and_why(changes: dict[str, Any], reason: str) -> None:
@@ -190,6 +214,20 @@ def test_a_worker_that_does_not_fit_is_told_to_quit_and_why(changes: dict[str, A
     assert len(actions) == 1 and who == b"new" and reason in quit_.reason
     assert any(entry["event"] == "worker refused" for entry in logs)
     assert sup.ready, "the others go on"
+
+
+def test_sec_1_a_pool_that_no_memory_has_is_not_believed() -> None:
+    sup = supervisor(stages=1)
+    ((_, start),) = posted(sup.take(b"a", hello(0, stages=1, num_blocks=(1 << 32) - 1), 0.0), Start)
+    assert start.num_blocks == MAX_BLOCKS
+
+
+def test_sec_1_refusals_are_counted_and_logged_once_a_second() -> None:
+    sup = supervisor()
+    with capture_logs() as logs:
+        for n in range(1000):
+            assert posted(sup.take(b"x", hello(9), n / 400), Quit)
+    assert sup.refused == 1000 and len([e for e in logs if e["event"] == "worker refused"]) == 3
 
 
 @pytest.mark.parametrize("changes", [{"model": "other"}, {"vocab_size": 7}, {"block_size": 32}])
@@ -301,16 +339,20 @@ def test_results_of_older_epochs_are_dropped() -> None:
     assert len(sup.sites[0].inflight) == 1
 
 
-def test_tables_that_differ_end_the_epoch() -> None:
+def test_a_worker_whose_tables_differ_is_fenced() -> None:
     sup = supervisor()
+    sup.take(b"launcher", LauncherHello(PROTOCOL_VERSION, 1), 0.0)
     epoch = bring_up(sup)
     send(sup, epoch, 15, 1.0, digest=123)
     assert sup.take(identity(0), result(epoch, 15, digest=123), 1.1) == []
     with capture_logs() as logs:
         actions = sup.take(identity(1), result(epoch, 15, digest=124), 1.2)
     assert events(actions) == [ReplicaLost(0)], "its ids are not believed either"
-    assert [start.epoch for _, start in posted(actions, Start)] == [epoch + 1] * 2
+    assert posted(actions, KillWorker) == [(b"launcher", KillWorker(0, 1, 0, 101))] and not posted(actions, Start)
+    assert list(sup.identities(0)) == [identity(0)], "no plan is sent to it any more"
+    assert posted(sup.take(identity(1), result(epoch, 16), 1.3), Redial), "nor is a result of it taken"
     assert sup.audit_failures == 1 and any(entry["log_level"] == "error" for entry in logs)
+    assert posted(sup.take(b"fresh", hello(1, pid=300), 2.0), Start)[0][1].epoch == epoch + 1
 
 
 def test_an_earlier_stage_is_audited_as_well() -> None:
@@ -329,6 +371,26 @@ def test_a_worker_out_of_step_begins_a_new_epoch() -> None:
     assert sup.take(identity(0), Resync(epoch, 4, "gap"), 1.0) == [], "it was about the epoch before"
 
 
+def test_epochs_that_living_workers_end_again_and_again_follow_each_other_ever_more_slowly() -> None:
+    sup = supervisor()
+    epoch = bring_up(sup)
+    now, waits = 1.0, list[float]()
+    for _ in range(8):
+        began = posted(sup.take(identity(0), Resync(epoch, 4, "gap"), now), Start)
+        ended = now
+        while not began:
+            now += 0.25
+            began = posted(sup.tick(now), Start)
+        waits.append(now - ended)
+        epoch = began[0][1].epoch
+        for stage in range(2):
+            sup.take(identity(stage), Started(epoch), now)
+        assert sup.ready
+    assert waits == [wait_before_epoch(n) for n in range(1, 9)] == [0, 0.5, 1, 2, 4, 8, 10, 10]
+    now += FORGIVEN_S + 1
+    assert posted(sup.take(identity(0), Resync(epoch, 4, "gap"), now), Start), "one that lasted makes up for them"
+
+
 def test_a_contradiction_that_the_core_finds_begins_a_new_epoch() -> None:
     sup = supervisor()
     epoch = bring_up(sup)
@@ -341,6 +403,7 @@ def test_a_contradiction_that_the_core_finds_begins_a_new_epoch() -> None:
 
 def test_a_dead_worker_ends_the_epoch_and_the_others_wait() -> None:
     sup = supervisor()
+    sup.take(b"launcher", LauncherHello(PROTOCOL_VERSION, 1), 0.0)
     bring_up(sup)
     actions = sup.take(b"launcher", WorkerExited(0, 1, 0, 101, -9), 1.0)
     assert events(actions) == [ReplicaLost(0)] and not posted(actions, Start) and sup.restarts == 1
@@ -351,10 +414,22 @@ def test_a_dead_worker_ends_the_epoch_and_the_others_wait() -> None:
 def test_the_death_of_another_process_is_not_this_workers() -> None:
     """The report of an earlier process of that place can come after the new one dialled in."""
     sup = supervisor()
+    sup.take(b"launcher", LauncherHello(PROTOCOL_VERSION, 1), 0.0)
     bring_up(sup)
     assert sup.take(b"launcher", WorkerExited(0, 1, 0, 999, -9), 1.0) == []
     assert sup.take(b"launcher", WorkerExited(7, 0, 0, 100, -9), 1.0) == []
     assert sup.ready
+
+
+def test_sec_1_only_the_launcher_reports_deaths() -> None:
+    sup = supervisor()
+    bring_up(sup)
+    died = WorkerExited(0, 1, 0, 101, -9)
+    assert sup.take(b"stranger", died, 1.0) == [Post(b"stranger", Redial(INSTANCE))] and sup.restarts == 0
+    assert sup.take(identity(0), died, 1.0) == [] and sup.ready
+    actions = sup.take(b"stranger", LauncherHello(PROTOCOL_VERSION + 1, 1), 1.0)
+    assert posted(actions, Fatal)[0][1].message.startswith(f"protocol version {PROTOCOL_VERSION + 1}")
+    assert posted(sup.take(b"stranger", died, 1.0), Redial) and sup.ready and sup.refused == 1
 
 
 @pytest.mark.parametrize(("returned", "stuck"), [((), 0), ((0,), 1), ((0, 1), 2)])
@@ -527,3 +602,11 @@ def test_stages_of_a_replica_on_two_hosts_are_refused() -> None:
     ((who, said),) = refusals(sup.take(b"two", by_hand(1, stages=2, host="b/2"), 0.0))
     assert who == b"two" and said.startswith("stage 1 on b shares no memory with stage 0 on a")
     assert posted(sup.take(b"three", by_hand(1, stages=2), 0.0), Start)
+
+
+def test_a_counter_never_falls_whatever_a_worker_says_of_its_clock() -> None:
+    sup = supervisor(stages=1)
+    epoch = bring_up(sup)
+    send(sup, epoch, 0, 1.0)
+    sup.take(identity(0), Result(epoch, 0, 0, 0, (1 << 64) - 1, 0, 0), 1.1)
+    assert sup.sites[0].accounts[0].busy_us == 0
