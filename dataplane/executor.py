@@ -39,6 +39,8 @@ from .batch import Finished, Int64, Runner, StageBatch, now_us
 from .extras import remember
 from .slots import PlanRefused, SlotTable
 
+#: Plans that may wait beyond two a stage: control has far fewer out.
+MOST_AHEAD = 64
 _NO_IDS: Int64 = np.empty(0, np.int64)
 
 
@@ -196,7 +198,7 @@ class StageExecutor:
                 self.refuse()
                 raise PlanRefused(f"start: {field} {asked}, this worker has {here}")
         self.runner.start(start.num_blocks)
-        self._table = SlotTable(start, first=self.first, last=self.last)
+        self._table = SlotTable(start, first=self.first, last=self.last, vocab_size=info.vocab_size)
         self._refused = False
 
     def stop(self) -> None:
@@ -275,6 +277,8 @@ class StageExecutor:
             self.close(f"plan of epoch {plan.epoch} in epoch {self.epoch}")
         elif plan.step != self._expected:
             self.close(f"step {plan.step} came, {self._expected} was expected")
+        elif len(self._queue) > 2 * self.stages + MOST_AHEAD:
+            self.close(f"step {plan.step} came, {len(self._queue)} plans before it wait")
         else:
             self._expected += 1
             self._queue.append(_Queued(registers, plan, received_us))

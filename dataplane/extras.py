@@ -94,8 +94,9 @@ class Extras:
     def __bool__(self) -> bool:
         return bool(self._slots)
 
-    def register(self, message: Register, tokens: UInt32) -> None:
-        """Replace what the slot had. Raises ``ValueError`` if ids and values of biases do not match."""
+    def register(self, message: Register, tokens: UInt32, vocab_size: int = 1 << 32) -> None:
+        """Replace what the slot had. Raises ``ValueError`` if ids and values of biases do not match, or an id is not
+        below ``vocab_size``."""
         self._slots.pop(message.slot, None)
         sampling = message.sampling
         penalised = sampling.repetition != 1.0 or sampling.presence != 0.0 or sampling.frequency != 0.0
@@ -106,10 +107,10 @@ class Extras:
         if biased:
             if len(sampling.bias_ids) != len(sampling.bias_values) or len(sampling.bias_ids) % 4:
                 raise ValueError(f"{len(sampling.bias_ids)} bytes of bias_ids, {len(sampling.bias_values)} of values")
-            bias = (
-                np.frombuffer(sampling.bias_ids, "<u4").astype(np.int64),
-                np.frombuffer(sampling.bias_values, "<f4").astype(np.float32),
-            )
+            ids = np.frombuffer(sampling.bias_ids, "<u4").astype(np.int64)
+            if ids.max() >= vocab_size:
+                raise ValueError(f"bias of token {ids.max()} of {vocab_size}")
+            bias = ids, np.frombuffer(sampling.bias_values, "<f4").astype(np.float32)
         if penalised:
             # Presence and frequency are about the output alone.
             read = tokens[: message.prompt_len if sampling.repetition != 1.0 else 0]

@@ -36,8 +36,9 @@ class PlanRefused(Exception):
 class SlotTable:
     """State of all slots of one rank during one epoch."""
 
-    def __init__(self, start: Start, *, first: bool, last: bool) -> None:
+    def __init__(self, start: Start, *, first: bool, last: bool, vocab_size: int = 1 << 32) -> None:
         slots = start.num_slots
+        self._vocab_size = vocab_size
         self._first = first
         self._last = last
         self._num_slots = slots
@@ -137,6 +138,8 @@ class SlotTable:
                 f"{name}: computed {message.computed} < known {known} <= max_len {message.max_len}"
                 f" <= {self._max_model_len} does not hold"
             )
+        if tokens.max() >= self._vocab_size:
+            raise PlanRefused(f"{name}: token {tokens.max()} of {self._vocab_size}")
         if message.prompt_len > known:
             raise PlanRefused(f"{name}: prompt of {message.prompt_len} in {known} tokens")
         if len(blocks) > self._max_blocks or len(blocks) * self._block_size < message.computed:
@@ -158,7 +161,7 @@ class SlotTable:
         self._set_sampling(slot, message)
         if self._last:
             try:
-                self._extras.register(message, tokens)
+                self._extras.register(message, tokens, self._vocab_size)
             except ValueError as error:
                 raise PlanRefused(f"{name}: {error}") from None
 

@@ -66,6 +66,8 @@ HEARTBEAT_US = 1_000_000
 #: How long a stage stands back for its neighbours: so much, and no more than this part of its last iteration.
 STAND_BACK_US = 500
 _STAND_BACK_PART = 8
+#: Messages that may lie here unread; what else comes waits in the socket, which has bounds of its own.
+_INBOX = 256
 #: At most one line about malformed frames in this time.
 _COMPLAINT_US = 1_000_000
 
@@ -205,8 +207,8 @@ class Worker:
         self._send(self._executor.hello(self._replica, os.getpid(), self._external, host_identity()))
 
     def _receive(self, stamp_us: int) -> None:
-        """Take all messages from control's socket; they were there at ``stamp_us``."""
-        while int(self._control.get(zmq.EVENTS)) & zmq.POLLIN:
+        """Take the messages from control's socket, which were there at ``stamp_us``: all, or as many as may wait."""
+        while len(self._inbox) < _INBOX and int(self._control.get(zmq.EVENTS)) & zmq.POLLIN:
             self._inbox.append((self._control.recv_multipart(zmq.NOBLOCK), stamp_us))
 
     def _handle_inbox(self) -> None:
@@ -256,7 +258,8 @@ class Worker:
                 self._meeting = Path(start.links)
                 meet_at(self._meeting, start.epoch)
             self._links = StageLinks(start, self._executor.stage, width)
-        except (PlanRefused, OSError) as error:
+        except (PlanRefused, OSError, ValueError) as error:
+            # A path with a zero byte in it is no OSError.
             self._executor.refuse()
             self._resync(str(error))
             return

@@ -57,6 +57,20 @@ def replica(stages: int) -> LoopbackReplica:
     return made
 
 
+def test_sec_1_plans_far_ahead_of_what_runs_are_refused():
+    executor = StageExecutor(ShadowRunner(num_blocks=64), 0, 1)
+    executor.start(start())
+    executor.accept([register(), chunk(0)])
+    for step in range(1, 1000):
+        executor.accept([encode(BatchPlan(1, step, 0, b""))])
+    ran = 0
+    with pytest.raises(PlanRefused, match="plans before it wait"):
+        while executor.can_run():
+            executor.execute()
+            ran += 1
+    assert 60 < ran < 100
+
+
 def test_a_pipeline_runs_ahead_and_waits_for_the_ids_of_its_rows():
     pipe = replica(3)
     expected = shadow_tokens(PROMPT, 4)

@@ -107,6 +107,16 @@ def test_a_cached_prefix_is_not_computed_again(table):
     assert batch.sampling.position.tolist() == [5]
 
 
+def test_sec_1_ids_that_the_model_does_not_have_are_refused():
+    table = SlotTable(start(), first=True, last=True, vocab_size=100)
+    with pytest.raises(PlanRefused, match="register of slot 0: token 100 of 100"):
+        table.apply([register(tokens=(5, 100, 7))], plan(chunks=[(0, 3)]))
+    table = SlotTable(start(), first=True, last=True, vocab_size=100)
+    biased = Sampling(bias_ids=u32(3, 100), bias_values=bytes(8))
+    with pytest.raises(PlanRefused, match="register of slot 0: bias of token 100 of 100"):
+        table.apply([register(sampling=biased)], plan(chunks=[(0, 5)]))
+
+
 def test_lookahead_waits_for_the_row_and_only_for_that(table):
     table.apply([register(0), register(1, blocks=(4, 5))], plan(chunks=[(0, 5), (1, 5)]))
     batch = table.apply([], plan(1, decodes=[0, 1]))

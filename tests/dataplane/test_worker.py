@@ -337,6 +337,10 @@ def test_sec_1_no_frame_ends_a_worker(control_of):
         control.start(epoch)
         control.send_frames(frames)
         assert control.receive(Resync)[1].epoch == epoch
+    # Ids that the model does not have.
+    control.start(41)
+    control.send_frames([register(prompt=[1 << 31]), chunk(0, tokens=1, epoch=41)])
+    assert "token 2147483648 of" in control.receive(Resync)[1].reason
     # Outside an epoch too: then there is nothing to resynchronise.
     control.send(Redial())
     control.receive(Hello)
@@ -346,6 +350,17 @@ def test_sec_1_no_frame_ends_a_worker(control_of):
     control.plan(register(), chunk(0, epoch=77))
     assert first_id(control.results()[0]) == shadow_tokens(PROMPT, 1)[0]
     assert process.poll() is None
+
+
+def test_sec_1_links_at_a_path_that_no_file_can_have_are_refused(control_of, tmp_path):
+    control = control_of(2, links=str(tmp_path))
+    for stage in range(2):
+        control.spawn(stage=stage)
+    control.join()
+    for stage in range(2):
+        control.send(Start(1, 2, 64, 16, 8, 64, 512, "/links\0"), stage)
+        assert "null byte" in control.receive(Started, Resync)[1].reason
+    control.start(2)
 
 
 def test_a_start_that_asks_too_much_is_refused(control_of, tmp_path):
