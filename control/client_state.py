@@ -143,7 +143,8 @@ class ClientState:
         #: What the control process calls this client's session, to be named in the next hello.
         self._session = 0
         self._subscribed = Subscribe(0)
-        self._retries: list[tuple[float, Request]] = []
+        #: Refused for the moment: when each is to be sent again.
+        self._retries: dict[Request, float] = {}
 
     def start(self, now: float) -> None:
         """Say hello. Called once, when the socket is connected."""
@@ -217,9 +218,8 @@ class ClientState:
             else:
                 self._hello(now)
         if self._retries and self.phase == "joined":
-            due = [request for at, request in self._retries if at <= now]
-            self._retries = [entry for entry in self._retries if entry[0] > now]
-            for request in due:
+            for request in [request for request, at in self._retries.items() if at <= now]:
+                del self._retries[request]
                 if request.key in self.requests:
                     self._send_submit(request)
 
@@ -403,7 +403,7 @@ class ClientState:
             return
         if refused.code in PASSING and (request.accepted or request.received):
             wait = refused.retry_after_ms / 1000 if refused.retry_after_ms else RETRY_S
-            self._retries.append((now + wait, request))
+            self._retries.setdefault(request, now + wait)
             return
         count = len(request.received)
         self._finish(
@@ -421,6 +421,7 @@ class ClientState:
 
     def _finish(self, request: Request, finish: Finish) -> None:
         self.requests.pop(request.key, None)
+        self._retries.pop(request, None)
         self._release(request)
         request.finish = finish
         self._touch(request)

@@ -16,8 +16,9 @@ from .wire import NO_SLOT, End, Merged, Owned, Run, Tick, TokenLogprobs, encode
 
 #: Tokens that may wait for one client. Log-probabilities and ends count for the tokens that take as many bytes.
 MAX_WAITING_TOKENS = 1 << 20
-#: Answers that may wait for one client.
+#: Answers that may wait for one client, and their bytes.
 MAX_WAITING_ANSWERS = 4096
+MAX_WAITING_BYTES = 8 << 20
 #: A client into whose queue nothing could be put for this many seconds is cut off.
 UNREAD_S = 30.0
 #: How soon a full queue is tried again, in seconds, and the slowest retry.
@@ -62,6 +63,7 @@ class Waiting:
         self._owned = dict(owned)
         self._segments: deque[_Segment] = deque()
         self._answers: deque[bytes] = deque()
+        self._answer_bytes = 0
         self._newest: dict[str, bytes] = {}
         if tick is not None:
             for end in tick.ends:
@@ -72,6 +74,7 @@ class Waiting:
     def answer(self, frame: bytes) -> None:
         """Keep an answer to something that the client has sent."""
         self._answers.append(frame)
+        self._answer_bytes += len(frame)
 
     def describe(self, what: str, frame: bytes) -> None:
         """Keep the newest description of ``what``."""
@@ -133,6 +136,8 @@ class Waiting:
             return f"{self.tokens} tokens waited for it, at most {MAX_WAITING_TOKENS} may"
         if len(self._answers) > MAX_WAITING_ANSWERS:
             return f"{len(self._answers)} answers waited for it, at most {MAX_WAITING_ANSWERS} may"
+        if self._answer_bytes > MAX_WAITING_BYTES:
+            return f"{self._answer_bytes} bytes of answers waited for it, at most {MAX_WAITING_BYTES} may"
         if now - self.since > UNREAD_S:
             return f"it has read nothing for {now - self.since:.0f} s, at most {UNREAD_S:.0f} s are waited"
         return None
@@ -158,7 +163,7 @@ class Waiting:
         elif self._answers:
             if not send(self._answers[0]):
                 return False
-            self._answers.popleft()
+            self._answer_bytes -= len(self._answers.popleft())
         elif self._segments:
             segment = self._segments[0]
             if not send(encode(self._message(segment))):

@@ -7,7 +7,9 @@ import zmq
 from .wire.sockets import WireContext, bind_publisher, bound_endpoint
 
 #: Subscriptions taken in at a time.
-_BURST = 256
+_BURST = 1024
+#: Topics that are remembered. Whoever listens subscribes to one or a few.
+_MAX_TOPICS = 1024
 
 
 class Publisher:
@@ -26,7 +28,7 @@ class Publisher:
             except zmq.Again:
                 break
             # ZeroMQ says a topic's first subscription and its last cancellation, also that of a lost connection.
-            if frame[:1] == b"\x01":
+            if frame[:1] == b"\x01" and len(self._topics) < _MAX_TOPICS:
                 self._topics.add(frame[1:])
             elif frame[:1] == b"\x00":
                 self._topics.discard(frame[1:])

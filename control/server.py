@@ -235,6 +235,7 @@ class ControlServer:
     def _hello(self, identity: bytes, hello: ClientHello, now: float) -> None:
         if hello.version != PROTOCOL_VERSION:
             text = f"protocol version {hello.version}, this control process speaks {PROTOCOL_VERSION}"
+            self._complain("clients", WireError(text))
             self._reply(identity, encode(Refused(None, "protocol", "version", text)))
             return
         known = identity in self.sessions.by_identity
@@ -264,9 +265,13 @@ class ControlServer:
             text = f"this client has {most} unfinished requests, the most that one client may have"
             self._refuse(session, Refused(submit.key, "overloaded", "key", text, 1000))
         elif self.engine is None:
-            if len(self._early) >= self.options.limits.max_queued:
+            limits, tokens = self.options.limits, sum(len(early.tokens) for _, early in self._early) >> 2
+            if len(self._early) >= limits.max_queued:
                 text = "too many requests wait for the workers"
                 self._refuse(session, Refused(submit.key, "overloaded", "max_queued", text, 1000))
+            elif tokens and tokens + (len(submit.tokens) >> 2) > limits.max_queued_tokens:
+                text = f"{tokens} tokens wait for the workers; with this request's more than may"
+                self._refuse(session, Refused(submit.key, "overloaded", "max_queued_tokens", text, 1000))
             else:
                 self._early.append((session.owner, submit))
         else:

@@ -4,7 +4,21 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from .fields import U16, U32, U64, Bitmap, Count, FloatBuffer, KeyBuffer, Name, SlotBuffer, StopIds, Text, TokenBuffer
+from .fields import (
+    MAX_ENTRIES,
+    U16,
+    U32,
+    U64,
+    Bitmap,
+    Count,
+    FloatBuffer,
+    KeyBuffer,
+    Name,
+    SlotBuffer,
+    StopIds,
+    Text,
+    TokenBuffer,
+)
 
 #: Most tokens with a bias in one request.
 MAX_BIASES = 1024
@@ -191,6 +205,10 @@ class TokenLogprobs(Struct, array_like=True, frozen=True):
     top_values: FloatBuffer = b""
 
 
+Ends = Annotated[list[End], Meta(max_length=MAX_ENTRIES)]
+AllLogprobs = Annotated[list[TokenLogprobs], Meta(max_length=MAX_ENTRIES)]
+
+
 class Tick(Struct, array_like=True, frozen=True, tag=49):
     """The tokens that one iteration gave to one client's requests.
 
@@ -206,11 +224,11 @@ class Tick(Struct, array_like=True, frozen=True, tag=49):
     live: Bitmap
     dense: bool
     ids: TokenBuffer
-    start_slots: bytes = b""
-    start_keys: bytes = b""
-    ends: list[End] = []
+    start_slots: SlotBuffer = b""
+    start_keys: KeyBuffer = b""
+    ends: Ends = []
     replica: U16 = 0
-    logprobs: list[TokenLogprobs] = []
+    logprobs: AllLogprobs = []
 
 
 class Run(Struct, array_like=True, frozen=True):
@@ -237,10 +255,10 @@ class Merged(Struct, array_like=True, frozen=True, tag=53):
     """
 
     sequence: U64
-    runs: list[Run] = []
-    ends: list[End] = []
-    owned: list[Owned] = []
-    logprobs: list[TokenLogprobs] = []
+    runs: Annotated[list[Run], Meta(max_length=MAX_ENTRIES)] = []
+    ends: Ends = []
+    owned: Annotated[list[Owned], Meta(max_length=MAX_ENTRIES)] = []
+    logprobs: AllLogprobs = []
 
 
 class Refused(Struct, array_like=True, frozen=True, tag=50):
@@ -288,8 +306,8 @@ class StatusReply(Struct, array_like=True, frozen=True, tag=51):
     model: Name
     ready: bool
     draining: bool
-    values: dict[Name, float]
-    replicas: list[str] = []
+    values: Annotated[dict[Name, float], Meta(max_length=MAX_ENTRIES)]
+    replicas: Annotated[list[Name], Meta(max_length=1 << 16)] = []
     requests: Annotated[list[RequestRow], Meta(max_length=MAX_ROWS)] = []
 
 

@@ -9,6 +9,8 @@ MAX_MESSAGE_BYTES = 16 << 20
 #: Slots are named by u16; the largest value means none.
 MAX_SLOTS = (1 << 16) - 1
 MAX_TOKENS = 1 << 21
+#: Entries of a list in a message: two a slot, and room for requests that own none.
+MAX_ENTRIES = 1 << 18
 
 U16 = Annotated[int, Meta(ge=0, lt=1 << 16)]
 U32 = Annotated[int, Meta(ge=0, lt=1 << 32)]

@@ -36,7 +36,8 @@ DEFAULT_HWM = 4096
 CLIENT_HWM = 256
 #: Records that wait for a subscriber, who misses what comes while it is full; nobody else is held up.
 EVENTS_HWM = 256
-#: A subscriber has nothing to say but its subscriptions.
+#: A subscriber has nothing to say but its subscriptions, and few of them.
+_SUBSCRIPTIONS_HWM = 2
 _MAX_SUBSCRIPTION_BYTES = 1024
 #: How soon a lost connection is tried again, in milliseconds, and the slowest retry.
 _RECONNECT_MS = 20
@@ -144,6 +145,8 @@ def bind_publisher(context: zmq.Context[Socket], endpoint: str) -> Socket:
     """An XPUB on ``endpoint``: it drops what a subscriber has no room for, and can be asked who subscribes."""
     publisher = _make(context, zmq.XPUB, EVENTS_HWM)
     publisher.setsockopt(zmq.MAXMSGSIZE, _MAX_SUBSCRIPTION_BYTES)
+    # What subscribers say waits in their own connections, and comes in no faster than it is taken.
+    publisher.setsockopt(zmq.RCVHWM, _SUBSCRIPTIONS_HWM)
     return _bind(publisher, endpoint, open_tcp=False)
 
 

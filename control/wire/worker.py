@@ -11,6 +11,7 @@ from msgspec import Meta, Struct
 
 from .client import GREEDY, Sampling
 from .fields import (
+    MAX_ENTRIES,
     U16,
     U32,
     U64,
@@ -212,7 +213,7 @@ class Result(Struct, array_like=True, frozen=True, tag=18):
     ids: TokenBuffer = b""
     stopped: SlotBuffer = b""
     digest: U32 | None = None
-    logprobs: list[Logprobs] = []
+    logprobs: Annotated[list[Logprobs], Meta(max_length=MAX_ENTRIES)] = []
 
 
 class Resync(Struct, array_like=True, frozen=True, tag=20):

@@ -309,3 +309,20 @@ def test_logprobs_that_contradict_themselves_are_left_out() -> None:
     ]
     state.receive(Tick(0, 0, b"", False, b"", logprobs=wrong), 0.0)
     assert state.connected and request.logprobs is not None and not len(request.logprobs)
+
+
+def test_sec_1_a_server_that_refuses_for_the_moment_again_and_again_is_asked_once() -> None:
+    """Each refusal once asked for another submission, and for memory of it."""
+    state = ClientState("test")
+    state.start(0.0)
+    state.receive(Welcome(1, 7, "m", True, 64, 100, 16, 64, 8, 64), 0.0)
+    request = state.submit(array("I", [5]).tobytes(), name="r", max_tokens=LENGTH, sampling=Sampling())
+    request.accepted = True
+    state.outbox.clear()
+    for n in range(1000):
+        state.receive(Refused(request.key, "overloaded", "", "full", 10 + n), 0.1)
+    state.on_timer(0.2)
+    assert [type(message) for message in state.outbox] == [Submit]
+    state.receive(Refused(request.key, "overloaded", "", "full", (1 << 32) - 1), 0.3)
+    state.abort(request)
+    assert not state._retries

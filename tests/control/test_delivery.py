@@ -262,6 +262,17 @@ def test_answers_that_nobody_reads_have_a_limit(monkeypatch: pytest.MonkeyPatch)
     assert "11 answers" in reason
 
 
+def test_sec_1_answers_that_nobody_reads_have_a_limit_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client asks for long answers and does not read: it is cut off before they fill the memory."""
+    monkeypatch.setattr(merging, "MAX_WAITING_BYTES", 1000)
+    queues = Queues({b"slow": 1})
+    session = queues.open(b"slow")
+    for _ in range(8):
+        queues.delivery.answer(session, bytes(200), 0.0)
+    ((_, _, reason),) = queues.delivery.doomed
+    assert reason == "1200 bytes of answers waited for it, at most 1000 may"
+
+
 def test_the_end_of_a_slow_clients_requests_disturbs_nobody() -> None:
     """Its requests are ended by an event of their own, which comes after the tokens at hand."""
     server = shadow_server()

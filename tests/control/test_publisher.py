@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import zmq
+from evenflow.control import publisher as publishing
 from evenflow.control.publisher import Publisher
 from evenflow.control.wire.sockets import (
     EVENTS_HWM,
@@ -81,3 +82,24 @@ def test_nonsense_on_the_socket_changes_nothing(context: WireContext, publisher:
     until(lambda: not publisher.watched())
     stranger.close(0)
     loud.close(0)
+
+
+def test_sec_1_what_a_subscriber_says_is_not_collected(
+    context: WireContext, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it sends waits in its own connection until it is taken, and only so many topics are remembered."""
+    monkeypatch.setattr(publishing, "_MAX_TOPICS", 20)
+    monkeypatch.setattr(publishing, "_MAX_TOPICS", 20)
+    loud = context.socket(zmq.XSUB)
+    loud.setsockopt(zmq.LINGER, 0)
+    loud.setsockopt(zmq.SNDHWM, 10)
+    loud.connect(publisher.endpoint)
+    for _ in range(2000):
+        loud.send(b"no subscription")
+        assert not publisher.watched()
+    for number in range(3000):
+        loud.send(b"\x01%d" % number)
+        publisher.watched()
+    until(lambda: publisher.watched() and len(publisher._topics) == 20)
+    loud.close(0)
+    until(lambda: not publisher.watched())

@@ -26,7 +26,7 @@ from evenflow.control.wire import (
     decode_to_worker,
     encode,
 )
-from evenflow.control.wire.fields import MAX_MESSAGE_BYTES, MAX_TOKENS
+from evenflow.control.wire.fields import MAX_ENTRIES, MAX_MESSAGE_BYTES, MAX_TOKENS
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -213,6 +213,25 @@ def test_bounds_of_client_messages():
         decode_from_client(msgpack.packb([33, 5, "x", b"", 0, 0, [], [], 0, b"s" * 65]))
     with pytest.raises(WireError):
         decode_from_client(msgpack.packb([33, 5, "x", b"", 0, 0, [], [], 0, b"", -1]))
+
+
+MANY = b"\xdd" + (MAX_ENTRIES + 1).to_bytes(4, "big")
+
+
+@pytest.mark.parametrize(
+    ("decode", "frame"),
+    [
+        pytest.param(decode_from_worker, b"\x9d\x12" + bytes(8) + b"\xc4\0\xc4\0\xc0" + MANY, id="Result.logprobs"),
+        pytest.param(decode_to_client, b"\x99\x31\0\0\xc4\0\xc2" + b"\xc4\0" * 3 + MANY, id="Tick.ends"),
+        pytest.param(decode_to_client, b"\x93\x35\0" + MANY, id="Merged.runs"),
+        pytest.param(decode_to_client, b"\x95\x35\0\x90\x90" + MANY, id="Merged.owned"),
+        pytest.param(decode_to_client, b"\x98\x33\0\0\xa0\xc2\xc2\x80" + MANY, id="StatusReply.replicas"),
+    ],
+)
+def test_lists_are_bounded_before_a_single_entry_is_made(decode, frame):
+    """Their entries are many times larger in memory than in the message."""
+    with pytest.raises(WireError, match="length <= "):
+        decode(frame)
 
 
 def test_seeds_and_keys_up_to_64_bits():
