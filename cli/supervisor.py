@@ -18,6 +18,9 @@ FORGIVEN_AFTER = 60.0
 LONGEST_WAIT = 10.0
 #: Deaths by a signal before a child was ever ready, after which the server is given up.
 MOST_KILLS_AT_START = 3
+#: A worker that control does not hear of has so many seconds to load, or so many times what loading took before.
+LONGEST_LOAD = 60.0
+LOAD_MARGIN = 3.0
 #: Seconds that control has to end after it was asked a second time.
 INSIST_SECONDS = 1.0
 #: Seconds that gateway and workers have after control has ended, before SIGKILL.
@@ -32,6 +35,12 @@ def wait_before_start(failures: int) -> float:
 def gives_up(ever_ready: bool, status: int, failures: int) -> bool:
     """Whether a death means that the server cannot be started as asked."""
     return not ever_ready and (status >= 0 or failures >= MOST_KILLS_AT_START)
+
+
+def overdue(age: float, loaded_in: float | None) -> bool:
+    """Whether a worker that is ``age`` seconds old and not known to control must hang. ``loaded_in``: seconds that
+    the slowest worker took until it was ready; None if none was yet."""
+    return loaded_in is not None and age > max(LONGEST_LOAD, LOAD_MARGIN * loaded_in)
 
 
 class Supervisor:
@@ -54,6 +63,7 @@ class Supervisor:
         self._children: dict[str, Child] = {}
         self._failures: dict[str, int] = {}
         self._ready: set[str] = set()
+        self._loaded_in: float | None = None
         self._restarts: dict[str, asyncio.TimerHandle] = {}
         self.phase = "running"
         self.failure: asyncio.Future[str] = self._loop.create_future()
@@ -68,16 +78,21 @@ class Supervisor:
         """These children (all, without names) have been ready once: from now on they are always restarted."""
         specs = (self._plan.control, self._plan.gateway, *self._plan.workers)
         self._ready.update(names or (spec.name for spec in specs))
+        if self._loaded_in is None and all(spec.name in self._ready for spec in self._plan.workers):
+            ages = [self._loop.time() - child.started_at for child in self._children.values() if child.spec.worker]
+            self._loaded_in = max(ages, default=0.0)
 
     def give_up(self, cause: str) -> None:
         if not self.failure.done():
             self.failure.set_result(cause)
 
     def kill_worker(self, replica: int, stage: int, pid: int) -> None:
-        """SIGKILL, if ``pid`` still is that worker."""
+        """SIGKILL, if ``pid`` still is that worker; with ``pid`` 0 if it should have dialled in by now."""
         for child in self._children.values():
-            if child.spec.worker == (replica, stage) and child.pid == pid and child.alive:
-                self._say(f"{child.spec.name} (process {pid}) is killed: it hangs or is out of step")
+            if child.spec.worker != (replica, stage) or not child.alive:
+                continue
+            if child.pid == pid or (not pid and overdue(self._loop.time() - child.started_at, self._loaded_in)):
+                self._say(f"{child.spec.name} (process {child.pid}) is killed: it hangs or is out of step")
                 child.kill()
 
     def kill_all(self) -> None:

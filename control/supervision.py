@@ -20,6 +20,7 @@ import structlog
 from .core.events import Event, Limits, ReplicaLost, ReplicaUp, Returned, SendPlan
 from .limits import settle_limits
 from .places import CLAIM_S, Claim, Layout, host_name, misfit, no_such_place
+from .vacancies import Vacancies
 from .wire import (
     PROTOCOL_VERSION,
     Fatal,
@@ -180,6 +181,7 @@ class Supervisor:
         self._workers: dict[bytes, tuple[Site, Peer]] = {}
         self._launcher: bytes | None = None
         self._complained = float("-inf")
+        self._vacancies = Vacancies()
 
     # ---- messages --------------------------------------------------------------------------------------------
 
@@ -414,6 +416,9 @@ class Supervisor:
     def tick(self, now: float) -> list[Action]:
         """To be called about four times a second: finds what hangs, tells all that control lives."""
         actions = self._settle_claims(now)
+        if self._launcher is not None:
+            taken = {(site.index, *place) for site in self.sites for place in site.peers}
+            actions += [Post(self._launcher, order) for order in self._vacancies.orders(self._layout, taken, now)]
         for site in self.sites:
             if site.state == "up" and site.inflight:
                 slowest = max(site.recent, default=FIRST_RESULT_S / HANG_FACTOR)

@@ -104,7 +104,10 @@ class Quit(Struct, array_like=True, frozen=True, tag=6):
 
 
 class KillWorker(Struct, array_like=True, frozen=True, tag=7):
-    """To the launcher: this worker hangs or is out of step; end it (``pid``, if it still is that one)."""
+    """To the launcher: this worker hangs or is out of step; end it (``pid``, if it still is that one).
+
+    ``pid`` 0: nobody has dialled in from this place for long; end whoever lives there longer than loading takes.
+    """
 
     replica: U16
     stage: U16

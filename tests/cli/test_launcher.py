@@ -175,6 +175,10 @@ def test_control_orders_a_kill(start: Serve) -> None:
     # A number that is not this worker's is left alone.
     (server.folder / "order").write_text(f"0 0 {server.pids('worker0.1')[0]}")
     wait_for(lambda: server.saw("control", "ordered"))
+    # So is whoever is too young to be missed.
+    (server.folder / "order").write_text("0 0 0")
+    time.sleep(0.5)
+    assert len(server.pids("worker0.0")) == 1
     (server.folder / "order").write_text(f"0 0 {pid}")
     wait_for(lambda: len(server.pids("worker0.0")) == 2)
     assert len(server.pids("worker0.1")) == 1

@@ -18,6 +18,7 @@ from evenflow.control.supervision import (
     Supervisor,
     wait_before_epoch,
 )
+from evenflow.control.vacancies import VACANT_S
 from evenflow.control.wire import (
     PROTOCOL_VERSION,
     BatchPlan,
@@ -610,3 +611,30 @@ def test_a_counter_never_falls_whatever_a_worker_says_of_its_clock() -> None:
     send(sup, epoch, 0, 1.0)
     sup.take(identity(0), Result(epoch, 0, 0, 0, (1 << 64) - 1, 0, 0), 1.1)
     assert sup.sites[0].accounts[0].busy_us == 0
+
+
+# ---- a worker that hangs out of sight --------------------------------------------------------------------------
+
+
+def test_a_place_that_stays_vacant_is_asked_after() -> None:
+    """A worker that hangs and that this control process has never heard of, or whose connection broke."""
+    sup = supervisor(stages=2)
+    sup.take(identity(0), hello(0), 0.0)
+    assert not posted(sup.tick(200.0), KillWorker), "there is no launcher that could be asked"
+    sup.take(b"launcher", LauncherHello(PROTOCOL_VERSION, 1), 200.0)
+    assert not posted(sup.tick(200.0), KillWorker)
+    assert not posted(sup.tick(200.0 + VACANT_S - 1), KillWorker)
+    asked = [(b"launcher", KillWorker(0, 1, 0, 0))]
+    assert posted(sup.tick(200.0 + VACANT_S), KillWorker) == asked
+    assert not posted(sup.tick(201.0 + VACANT_S), KillWorker)
+    assert posted(sup.tick(200.0 + 2 * VACANT_S), KillWorker) == asked
+    sup.take(identity(1), hello(1), 200.0 + 2 * VACANT_S)
+    late = posted(sup.tick(200.0 + 3.5 * VACANT_S), KillWorker)
+    assert all(order.pid for _, order in late), "nobody is vacant any more"
+
+
+def test_a_vacant_place_of_a_worker_started_by_hand_is_left_alone() -> None:
+    sup = supervisor(stages=1, external=[0])
+    sup.take(b"launcher", LauncherHello(PROTOCOL_VERSION, 1), 0.0)
+    sup.tick(0.0)
+    assert not posted(sup.tick(10 * VACANT_S), KillWorker)
