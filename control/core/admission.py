@@ -1,7 +1,7 @@
 """Who is admitted to a replica: the head of its waiting queue, or for a bounded number of times one behind it.
 
-Admission allocates the blocks of all known tokens, less cached ones. A request is taken when they fit above the
-watermark, which does not apply when nothing holds blocks.
+Admission allocates the blocks of all known tokens, or of the maximum length under a policy that reserves them, less
+cached ones. A request is taken when they fit above the watermark, which does not apply when nothing holds blocks.
 """
 
 from __future__ import annotations
@@ -49,12 +49,14 @@ def admit(replica: Replica, room: int) -> Sequence | None:
 
 
 def _start(replica: Replica, seq: Sequence) -> bool:
-    """Give ``seq`` a slot and the blocks of its known tokens, and have workers told, if the blocks are there."""
+    """Give ``seq`` a slot and its blocks, and have workers told, if the blocks are there."""
     pool = replica.pool
     known = len(seq.tokens) >> 2
+    # The last token's KV is never written.
+    most = seq.max_len - 1 if replica.policy.reserves else known
     # Log-probabilities of a prompt need every position computed.
     match = pool.match(seq.tokens, seq.salt) if seq.sampling.prompt_logprobs < 0 else NO_MATCH
-    need = -(-known // pool.block_size) - match.blocks
+    need = -(-most // pool.block_size) - match.blocks
     spare = len(pool.free) + pool.evictable - match.idle - need
     if spare < 0 or (spare < replica.watermark and pool.held):
         return False

@@ -79,18 +79,24 @@ def _check_lane(lane: Lane, replica: Replica) -> set[Sequence]:
             _require(seq is not None and seq.lane is lane, f"lane {lane.index} has slot {slot} of {seq}")
             assert seq is not None
             members.add(seq)
-            _require(lane.grow[seq.bucket].get(slot) is seq.table, f"{seq} is missing in its growth bucket")
+            if seq.bucket < 0:
+                _require(len(seq.table) >= replica.pool.blocks_for(seq.max_len - 1), f"{seq} has no growth bucket")
+            else:
+                _require(lane.grow[seq.bucket].get(slot) is seq.table, f"{seq} is missing in its growth bucket")
             _require(lane.ends.get(seq.end_tick, {}).get(slot) is seq, f"{seq} has no end")
             _require(seq.end_tick >= lane.tick, f"{seq} should have ended at tick {seq.end_tick}")
     _require(len(members) == lane.count, f"lane {lane.index} counts {lane.count}, has {len(members)}")
-    _require(sum(map(len, lane.grow)) == lane.count, f"lane {lane.index} has stale growth entries")
+    growing = sum(seq.bucket >= 0 for seq in members)
+    _require(sum(map(len, lane.grow)) == growing, f"lane {lane.index} has stale growth entries")
     _require(sum(map(len, lane.ends.values())) == lane.count, f"lane {lane.index} has stale end entries")
     _require(sum(map(len, lane.collect.values())) <= lane.count, f"lane {lane.index} has stale columns")
     _require(Counter(s.owner for s in members) == Counter(lane.owners), f"lane {lane.index} miscounts owners")
     kv_tokens = sum(s.join_known + lane.tick - s.join_tick for s in members)
     _require(kv_tokens == lane.kv_tokens, f"lane {lane.index} sums {lane.kv_tokens} KV tokens, has {kv_tokens}")
     in_flight = sum(record.lane is lane for record in replica.inflight)
-    _require(lane.in_flight == in_flight == lane.tick - lane.done, f"lane {lane.index} has {in_flight} plans out")
+    ticks = sum(record.lane is lane and record.ticks for record in replica.inflight)
+    _require(lane.in_flight == in_flight, f"lane {lane.index} counts {lane.in_flight} plans out, not {in_flight}")
+    _require(lane.tick - lane.done == ticks, f"lane {lane.index} awaits {lane.tick - lane.done} ticks, not {ticks}")
     _require(in_flight <= 2, f"lane {lane.index} has {in_flight} plans out")
     return members
 

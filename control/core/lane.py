@@ -78,8 +78,11 @@ class Lane:
         self.count += 1
         self.kv_base += known - tick
         self.owners[seq.owner] = self.owners.get(seq.owner, 0) + 1
-        seq.bucket = (tick - known + 1) % self.block_size
-        self.grow[seq.bucket][slot] = seq.table
+        if len(seq.table) * self.block_size < seq.max_len - 1:
+            seq.bucket = (tick - known + 1) % self.block_size
+            self.grow[seq.bucket][slot] = seq.table
+        else:
+            seq.bucket = -1
         end = seq.end_tick = tick + seq.max_len - 1 - known
         due = self.ends.get(end)
         if due is None:
@@ -102,7 +105,8 @@ class Lane:
             owners[seq.owner] = left
         else:
             del owners[seq.owner]
-        del self.grow[seq.bucket][slot]
+        if seq.bucket >= 0:
+            del self.grow[seq.bucket][slot]
         due = self.ends.get(seq.end_tick)
         if due is not None:
             # At its own end the calendar's page is already gone.

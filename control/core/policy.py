@@ -1,63 +1,35 @@
-"""What goes into an iteration besides its decodes: the stall-free policy (Sarathi-Serve, Algorithm 3).
+"""What every policy is: a small object that chooses the contents of a lane's next iteration.
 
-Every running decode of the lane is in the batch; prefills in progress come next, oldest first; then new requests
-while the budget, the sequence limit and the allocator allow. A share of the prefill tokens is kept for the next
-requests, so that a short prompt starts within a bounded number of iterations however long the prompts before it are;
-what they leave goes back to the prefills in progress.
+A policy is asked when a plan may be out. It lets the lane's decodes run, or not, and gives chunks of prompts to
+compute; it may admit requests meanwhile. All state but its own few words is the replica's, so the rest of the core
+(blocks, lanes, preemption, recovery) is the same under every policy.
 """
 
 from __future__ import annotations
 
-from math import ceil
 from typing import TYPE_CHECKING
 
 from .sequence import Sequence
 
 if TYPE_CHECKING:
+    from .lane import Lane
     from .replica import Replica
 
+#: Sequences and how many of their tokens to compute, at least one each.
 Chunks = list[tuple[Sequence, int]]
 
 
-def stall_free(replica: Replica, decodes: int) -> Chunks:
-    """Choose chunks for an iteration that already holds ``decodes`` tokens; admits requests as a side effect.
+class Policy:
+    """Base of the policies."""
 
-    Returns (sequence, tokens) with at least one token each and at most the budget in all.
-    """
-    limits = replica.limits
-    left = limits.token_budget - decodes
-    prefills = replica.prefills
-    if left <= 0 or not (prefills or replica.waiting):
-        return []
-    if limits.tile:
-        # A chunk that does not end its prompt fills the iteration, so this aligns the batch total.
-        spare = limits.token_budget % limits.tile
-        if spare < left:
-            left -= spare
-    kept = left
-    if prefills:
-        owed = 0
-        for seq in prefills:
-            owed += (len(seq.tokens) >> 2) - seq.computed
-            if owed >= left:
-                break
-        share = min(ceil(left * limits.share), left - 1) if replica.waiting else 0
-        kept = max(left - owed, share)
-    old = list(prefills)
-    fresh: Chunks = []
-    while kept > 0:
-        new = replica.admit(kept)
-        if new is None:
-            break
-        taken = min((len(new.tokens) >> 2) - new.computed, kept)
-        fresh.append((new, taken))
-        kept -= taken
-        left -= taken
-    chunks: Chunks = []
-    for seq in old:
-        if left <= 0:
-            break
-        taken = min((len(seq.tokens) >> 2) - seq.computed, left)
-        chunks.append((seq, taken))
-        left -= taken
-    return chunks + fresh
+    #: A sequence gets the blocks of its maximum length when it is admitted. It never grows, so nothing is preempted.
+    reserves: bool = False
+    #: A sequence decodes in the lane that computed its prompt, to its end. Else it decodes in any lane and may move.
+    stays: bool = False
+
+    def choose(self, replica: Replica, lane: Lane) -> Chunks:
+        """Choose the contents of the next iteration of ``lane``: the chunks that are returned, and its decodes if
+        ``replica.run_decodes`` is called. Admits requests (``replica.admit``) as a side effect, but only if the
+        iteration is not empty then. Decodes and chunks have at most the token budget in all.
+        """
+        raise NotImplementedError

@@ -21,31 +21,16 @@ from . import logprobs
 from .admission import admit
 from .blocks import BlockPool
 from .events import Delivered, Ended, Limits, OutOfStep, SendPlan
+from .inflight import InFlight
 from .lane import Lane
 from .packing import pack_u16, pack_u32
-from .policy import Chunks, stall_free
+from .policies import make_policy
+from .policy import Chunks
 from .sequence import Phase, Sequence
 from .waiting import WaitingQueue
 
 _order = attrgetter("order")
 _append: Callable[[list[int], int], None] = list[int].append
-
-
-class InFlight:
-    """A plan that was sent and whose result has not come."""
-
-    __slots__ = ("decodes", "fenced", "finals", "lane", "late", "live", "partial", "sole", "step")
-
-    def __init__(self, step: int, lane: Lane, decodes: bytes, sole: int) -> None:
-        self.step = step
-        self.lane = lane
-        self.decodes = decodes
-        self.live = bytearray(decodes)  #: rows that count; bits are cleared when a sequence stops or is aborted
-        self.finals: list[Sequence] = []  #: sequences whose last chunk this is: they sample their next token
-        self.partial: list[Sequence] = []  #: sequences with a chunk that does not sample
-        self.late: list[Sequence] = []  #: left the lane since: they take their token from the result directly
-        self.fenced: list[int] = []  #: slots that may be used again when this result has come
-        self.sole = sole
 
 
 class Replica:
@@ -66,7 +51,9 @@ class Replica:
         self.owners: list[Sequence | None] = [None] * num_slots
         self.step = 0
         self.max_running = min(limits.max_num_seqs, limits.token_budget * stages, num_slots)
-        self.watermark = max(1, num_blocks // 100)
+        self.policy = make_policy(limits.policy, stages)
+        #: Blocks that admission leaves for the growth of those who run.
+        self.watermark = 0 if self.policy.reserves else max(1, num_blocks // 100)
         self.preemptions = 0
         self.cache_queries = 0
         self.cache_hits = 0
@@ -78,7 +65,10 @@ class Replica:
         self.registers: list[Register] = []
         self.alone: Sequence | None = None  #: under suspicion of killing workers: runs with nobody else
         self.ended: list[Ended] = []  #: ownership that ended outside a result, to be delivered
-        self._policy: Callable[[Replica, int], Chunks] = stall_free
+        # Of the plan being made: whether the lane's decodes run, the slots that grow, and a block for each.
+        self._ticks = False
+        self._grown = b""
+        self._blocks: list[int] = []
 
     # ---- admission -------------------------------------------------------------------------------------------
 
@@ -113,28 +103,16 @@ class Replica:
         return None
 
     def _plan(self, lane: Lane) -> SendPlan | None:
-        if self.stages > 1:
+        if self.stages > 1 and not self.policy.stays:
             self._balance(lane)
-        lane.gather_due()
-        pool = self.pool
-        tick = lane.tick
-        crossing = lane.grow[tick % lane.block_size]
-        while len(crossing) > pool.available:
-            self._preempt(self.waiting.last())
-        blocks = pool.alloc(len(crossing))
-        grown = pack_u16(crossing)
-        deque(map(_append, crossing.values(), blocks), 0)
-        chunks = self._policy(self, lane.count)
-        count = lane.count
+        self._ticks, self._grown, self._blocks = False, b"", []
+        chunks = self.policy.choose(self, lane)
+        ticks = self._ticks
+        count = lane.count if ticks else 0
         if not count and not chunks:
             return None
         chunks.sort(key=_chunk_slot)
-        record = InFlight(
-            self.step,
-            lane,
-            bytes(lane.bitmap.rstrip(b"\0")),
-            next(iter(lane.owners)) if len(lane.owners) == 1 else -1,
-        )
+        record = InFlight(self.step, lane, ticks)
         tokens = count
         finals = self._advance(record, chunks)
         for _, taken in chunks:
@@ -144,8 +122,8 @@ class Replica:
             self.step,
             lane.index,
             record.decodes,
-            grown,
-            pack_u32(blocks),
+            self._grown,
+            pack_u32(self._blocks),
             pack_u16([seq.slot for seq, _ in chunks]),
             pack_u32([taken for _, taken in chunks]),
             pack_u16(self._released),
@@ -153,19 +131,35 @@ class Replica:
         if self._released:
             self._released = []
         registers, self.registers = self.registers, []
-        digest = self._digest(lane) if is_audited(self.step) else None
-        kv_tokens = lane.kv_tokens
+        digest = self._digest(lane if ticks else None) if is_audited(self.step) else None
+        kv_tokens = lane.kv_tokens if ticks else 0
         self.step += 1
         self.inflight.append(record)
         lane.in_flight += 1
-        lane.tick += 1
-        due = lane.ends.pop(tick, None)
-        if due is not None:
-            for seq in due.values():
-                self._settle(seq)
+        if ticks:
+            due = lane.ends.pop(lane.tick, None)
+            lane.tick += 1
+            if due is not None:
+                for seq in due.values():
+                    self._settle(seq)
         for seq in finals:
-            self._join(seq)
+            self._join(seq, lane)
         return SendPlan(self.index, registers, plan, digest, tokens, count, kv_tokens)
+
+    def run_decodes(self, lane: Lane) -> int:
+        """Let the decodes of ``lane`` run in the plan being made, and grow those that cross into a new block, at the
+        cost of the last in admission order if need be. Called by the policy, before it chooses chunks; returns how
+        many run. A lane whose decodes do not run does not tick: nothing of them changes."""
+        lane.gather_due()
+        pool = self.pool
+        crossing = lane.grow[lane.tick % lane.block_size]
+        while len(crossing) > pool.available:
+            self._preempt(self.waiting.last())
+        self._ticks = True
+        self._grown = pack_u16(crossing)
+        self._blocks = blocks = pool.alloc(len(crossing))
+        deque(map(_append, crossing.values(), blocks), 0)
+        return lane.count
 
     def _advance(self, record: InFlight, chunks: Chunks) -> list[Sequence]:
         """Count the chunks as computed and name the blocks they fill; returns the sequences that now sample."""
@@ -189,14 +183,15 @@ class Replica:
                 record.sole = seq.owner if not record.decodes and len(record.finals) == 1 else -1
         return record.finals
 
-    def _join(self, seq: Sequence) -> None:
-        """``seq`` samples in the plan just made: let it decode in the lane with the least to do."""
+    def _join(self, seq: Sequence, lane: Lane) -> None:
+        """``seq`` samples in the plan just made, of ``lane``: it decodes there or in the least loaded lane."""
         known = (len(seq.tokens) >> 2) + 1
         if known == seq.max_len:
             self._settle(seq)
             return
         seq.phase = Phase.DECODE
-        lane = self.lanes[0] if self.stages == 1 else min(self.lanes, key=_load)
+        if self.stages > 1 and not self.policy.stays:
+            lane = min(self.lanes, key=_load)
         lane.join(seq, known)
 
     def _balance(self, lane: Lane) -> None:
@@ -215,23 +210,23 @@ class Replica:
         lane.leave(seq)
         out = lane.tick - since
         if out > 0:
-            # The lane's newest plans name it.
+            # The lane's newest plans with decodes name it.
             for record in reversed(self.inflight):
-                if record.lane is lane:
+                if record.lane is lane and record.ticks:
                     record.late.append(seq)
                     seq.pending += 1
                     out -= 1
                     if not out:
                         break
 
-    def _digest(self, ticking: Lane) -> int:
-        """What the workers' audit must give after this step, which ``ticking`` runs."""
+    def _digest(self, ticking: Lane | None) -> int:
+        """What the workers' audit must give after this step, which runs the decodes of ``ticking``."""
         owners = self.owners
         entries: list[tuple[int, int, int, list[int]]] = []
         for slot in audited(self.step, len(owners)):
             seq = owners[slot]
             if seq is not None and seq.phase in (Phase.PREFILL, Phase.DECODE):
-                computed = seq.planned + (seq.lane is ticking)
+                computed = seq.planned + (ticking is not None and seq.lane is ticking)
                 entries.append((slot, seq.generation, computed, seq.table))
         return audit_digest(entries)
 
@@ -323,7 +318,8 @@ class Replica:
         self.inflight.popleft()
         lane = record.lane
         lane.in_flight -= 1
-        lane.store(ids)
+        if record.ticks:
+            lane.store(ids)
         delivered = Delivered(self.index, record.step, live, ids, record.sole)
         ends = delivered.ends
         if self.ended:
@@ -368,9 +364,7 @@ class Replica:
 
     def _acquit(self, seq: Sequence) -> None:
         """A suspect that passed the point at which its worker died is trusted again."""
-        lane = seq.lane
-        known = seq.known if lane is None else seq.join_known + lane.done - seq.join_tick
-        if known > seq.doubt_len:
+        if seq.received > seq.doubt_len:
             seq.deaths = 0
             self.alone = None
 

@@ -101,7 +101,7 @@ class Sequence:
         self.join_tick = 0  #: first tick at which it decodes
         self.join_known = 0  #: tokens known (one perhaps still being sampled) at that tick
         self.end_tick = 0  #: tick that samples its last token by length
-        self.bucket = 0  #: tick modulo block size at which it needs a new block
+        self.bucket = -1  #: tick modulo block size at which it needs a new block, -1: it has all it can need
         self.column = 0  #: first tick whose token has not been collected from the ring
 
     @property
@@ -118,8 +118,11 @@ class Sequence:
     @property
     def received(self) -> int:
         """Prompt tokens, and those of all results that have come, also if they were not collected yet."""
-        lane, known = self.lane, self.known
-        return known if lane is None else max(known, self.join_known + lane.done - self.join_tick)
+        lane = self.lane
+        if lane is None or lane.done <= self.join_tick:
+            # Also the token with which it joined may still be on its way.
+            return self.known
+        return self.join_known + lane.done - self.join_tick
 
     def __repr__(self) -> str:
         return f"<sequence {self.order} {self.phase.name} known={self.known} slot={self.slot}>"

@@ -28,6 +28,7 @@ def shadow_server(
     max_queued_tokens: int = 8 << 20,
     check: bool = True,
     up: bool = True,
+    policy: str = "stall-free",
 ) -> InProcess:
     """A server whose pool has ``blocks`` blocks; ``num_slots`` leaves room for fenced slots unless given."""
     limits = Limits(
@@ -41,6 +42,7 @@ def shadow_server(
         overtakes=overtakes,
         max_queued=max_queued,
         max_queued_tokens=max_queued_tokens,
+        policy=policy,
     )
 
     def runner(stage: int, count: int) -> ShadowRunner:

@@ -1,0 +1,25 @@
+"""What a replica remembers of a plan until its result comes."""
+
+from __future__ import annotations
+
+from .lane import Lane
+from .sequence import Sequence
+
+
+class InFlight:
+    """A plan that was sent and whose result has not come."""
+
+    __slots__ = ("decodes", "fenced", "finals", "lane", "late", "live", "partial", "sole", "step", "ticks")
+
+    def __init__(self, step: int, lane: Lane, ticks: bool) -> None:
+        self.step = step
+        self.lane = lane
+        self.ticks = ticks  #: whether the lane's decodes run in it
+        self.decodes = decodes = bytes(lane.bitmap.rstrip(b"\0")) if ticks else b""
+        self.live = bytearray(decodes)  #: rows that count; bits are cleared when a sequence stops or is aborted
+        self.finals: list[Sequence] = []  #: sequences whose last chunk this is: they sample their next token
+        self.partial: list[Sequence] = []  #: sequences with a chunk that does not sample
+        self.late: list[Sequence] = []  #: left the lane since: they take their token from the result directly
+        self.fenced: list[int] = []  #: slots that may be used again when this result has come
+        #: The only client whose rows these are; -1 if there is none, or may be several.
+        self.sole = next(iter(lane.owners)) if ticks and len(lane.owners) == 1 else -1
