@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..control.core.bounds import iteration_tokens
 from .listener import OpenDoor
 from .options import SCRIPTED, ServeOptions, threads_per_worker
 from .run_dir import RunDir
@@ -19,7 +20,7 @@ _SCRIPTED_TEXT = "smollm2-135m"
 _SCRIPTED_VOCAB = 49_152
 #: The gateway ends after control, which tells it how each request ended at the limit.
 _GATEWAY_MARGIN = 2.0
-#: What a worker accepts in an iteration unless the budget is larger.
+#: What a worker accepts in an iteration unless the budget is larger, or the sequences that it computes whole.
 _WORKER_TOKENS = 8192
 _MOST_SLOTS = 1 << 16
 
@@ -65,6 +66,7 @@ def control_argv(options: ServeOptions, run: RunDir, doors: Sequence[OpenDoor] =
         *("--stages", str(options.stages)),
         *("--token-budget", str(options.token_budget)),
         *("--max-num-seqs", str(options.max_num_seqs)),
+        *("--policy", options.policy),
         *("--drain-timeout", f"{options.drain_timeout:g}"),
         *("--served-model-name", served_name(options)),
         *("--log-level", options.log_level),
@@ -105,6 +107,13 @@ def gateway_argv(options: ServeOptions, control: str, fd: int, keys: Path | None
     ]
 
 
+def _worker_tokens(options: ServeOptions) -> int:
+    """Most tokens of an iteration. The model's length is not known here unless it was given."""
+    length = max(_WORKER_TOKENS, options.max_model_len or 0)
+    needed = iteration_tokens(options.policy, options.token_budget, length, options.max_num_seqs)
+    return max(_WORKER_TOKENS, needed)
+
+
 def worker_argv(
     options: ServeOptions, connect: str, replica: int, stage: int, threads: int, rest: Sequence[str] = ()
 ) -> list[str]:
@@ -115,7 +124,7 @@ def worker_argv(
         *("--stage", str(stage)),
         *("--stages", str(options.stages)),
         *("--block-size", str(options.block_size)),
-        *("--max-tokens", str(max(_WORKER_TOKENS, options.token_budget))),
+        *("--max-tokens", str(_worker_tokens(options))),
         # A slot stays taken for as long as a plan in flight names it, longer than its sequence runs.
         *("--max-slots", str(min(_MOST_SLOTS, 2 * options.max_num_seqs))),
         *rest,

@@ -8,6 +8,17 @@ class Dtype(enum.StrEnum):
     FLOAT32 = "float32"
 
 
+class Policy(enum.StrEnum):
+    """``control.core.bounds.POLICIES``, which would take longer to import."""
+
+    STALL_FREE = "stall-free"
+    PREFILL_FIRST = "prefill-first"
+    HYBRID = "hybrid"
+    REQUEST_LEVEL = "request-level"
+    CHUNKED_ONLY = "chunked-only"
+    HYBRID_ONLY = "hybrid-only"
+
+
 class LogLevel(enum.StrEnum):
     DEBUG = "debug"
     INFO = "info"

@@ -15,7 +15,7 @@ from .. import __version__
 from .bench_commands import bench
 from .cluster_commands import keys, launch, worker
 from .errors import MemoryShort, UsageError
-from .flags import SETTINGS, Dtype, LogLevel, env
+from .flags import SETTINGS, Dtype, LogLevel, Policy, env
 
 app = typer.Typer(
     name="evenflow",
@@ -144,6 +144,10 @@ def serve(
             help="Reuse the KV blocks of equal beginnings of prompts.",
         ),
     ] = True,
+    policy: Annotated[
+        Policy,
+        typer.Option("--policy", envvar=env("policy"), help="What goes into an iteration: docs/scheduling.md."),
+    ] = Policy.STALL_FREE,
     prefill_share: Annotated[
         float | None,
         typer.Option(
@@ -231,6 +235,7 @@ def serve(
             host=host,
             port=port,
             prefix_caching=enable_prefix_caching,
+            policy=policy.value,
             prefill_share=prefill_share,
             generation_config=generation_config,
             drain_timeout=drain_timeout,

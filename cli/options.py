@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from ..control.core.bounds import POLICIES, WHOLE_PROMPTS
 from ..control.wire.keys import KeyFault, Role, server_keys
 from ..control.wire.location import ModelNotFound, locate_model
 from .errors import MemoryShort, UsageError
@@ -64,6 +65,8 @@ class ServeOptions:
     max_num_seqs: int = 256
     block_size: int = 16
     max_model_len: int | None = None
+    #: What goes into an iteration, one of ``bounds.POLICIES``.
+    policy: str = "stall-free"
     dtype: str = "bfloat16"
     #: KV cache bytes of each worker.
     kv_cache_memory: int | None = None
@@ -160,6 +163,8 @@ def _refuse(options: ServeOptions) -> str | None:
         return f"--hang-timeout {o.hang_timeout:g} must be more than 0 seconds."
     if o.prefill_share is not None and not 0 <= o.prefill_share < 1:
         return f"--prefill-share {o.prefill_share:g} must be at least 0 and less than 1."
+    if o.policy not in POLICIES:
+        return f"--policy {o.policy} is not one of {', '.join(POLICIES)}."
     if o.worker_args and not o.scripted:
         return f"--worker-arg is for the model {SCRIPTED} only."
     if o.scripted and o.step_ms < 0:
@@ -218,8 +223,9 @@ def settle(options: ServeOptions, free: int | None = None) -> tuple[ServeOptions
         raise UsageError(refusal)
     notes: list[str] = []
     # A sequence decodes in one lane, a lane has the whole budget, and a replica has a lane for each stage.
+    # What a policy needs that computes prompts whole is known when the model's length is.
     runnable = options.token_budget * options.stages
-    if options.max_num_seqs > runnable:
+    if options.policy not in WHOLE_PROMPTS and options.max_num_seqs > runnable:
         notes.append(
             f"--max-num-seqs {options.max_num_seqs} is lowered to {runnable}: with --token-budget"
             f" {options.token_budget} and --stages {options.stages} no more sequences can decode at once."

@@ -10,6 +10,7 @@ import sys
 import uvloop
 from setproctitle import setproctitle
 
+from .core.bounds import POLICIES
 from .core.events import Limits
 from .logs import configure
 from .options import ControlOptions, Door
@@ -32,6 +33,7 @@ def _options(argv: list[str]) -> tuple[ControlOptions, argparse.Namespace]:
     parser.add_argument("--max-num-seqs", type=int, default=defaults.max_num_seqs)
     parser.add_argument("--max-model-len", type=int, default=None)
     parser.add_argument("--no-prefix-cache", action="store_true")
+    parser.add_argument("--policy", default=defaults.policy, choices=POLICIES)
     parser.add_argument("--prefill-share", type=float, default=defaults.share)
     parser.add_argument("--hang-timeout", type=float, default=15.0)
     parser.add_argument("--drain-timeout", type=float, default=30.0)
@@ -58,6 +60,7 @@ def _options(argv: list[str]) -> tuple[ControlOptions, argparse.Namespace]:
         block_size=args.block_size,
         prefix_caching=not args.no_prefix_cache,
         share=args.prefill_share,
+        policy=args.policy,
     )
     options = ControlOptions(
         workers=args.workers,

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import structlog
 
+from .core.bounds import WHOLE_PROMPTS, iteration_tokens
 from .core.events import Limits
 from .wire import Hello
 
@@ -26,9 +27,19 @@ def settle_limits(
     if length > pool:
         log.warning("max model length lowered to what the block pool holds", asked=length, now=pool)
         length = pool
-    budget = min(wanted.token_budget, *(h.max_tokens for h in hellos))
-    if budget < wanted.token_budget:
-        log.warning("token budget lowered to the workers' limit", asked=wanted.token_budget, now=budget)
+    most = min(h.max_tokens for h in hellos)
+    if wanted.policy in WHOLE_PROMPTS and length > most:
+        log.warning(
+            "max model length lowered to the workers' tokens an iteration: the policy computes prompts whole",
+            policy=wanted.policy,
+            asked=length,
+            now=most,
+        )
+        length = most
+    asked = iteration_tokens(wanted.policy, wanted.token_budget, length, wanted.max_num_seqs)
+    budget = min(asked, most)
+    if budget < asked:
+        log.warning("token budget lowered to the workers' limit", asked=asked, now=budget)
     seqs = min(wanted.max_num_seqs, budget * stages, *(h.num_slots for h in hellos))
     if seqs < wanted.max_num_seqs:
         log.warning("max-num-seqs lowered to token-budget x stages", asked=wanted.max_num_seqs, now=seqs)

@@ -17,8 +17,10 @@ from typing import Literal
 
 import structlog
 
+from .core.bounds import iteration_tokens
 from .core.events import Event, Limits, ReplicaLost, ReplicaUp, Returned, SendPlan
 from .limits import settle_limits
+from .patience import patience
 from .places import CLAIM_S, Claim, Layout, host_name, misfit, no_such_place
 from .vacancies import Vacancies
 from .wire import (
@@ -44,10 +46,6 @@ log = structlog.get_logger("evenflow.control")
 
 #: A worker that was told to start an epoch answers within this many seconds, or is killed.
 START_TIMEOUT_S = 60.0
-#: A hang is assumed only after this many times the slowest recent iteration.
-HANG_FACTOR = 10
-#: The first iteration of an epoch may take this long: a fresh process touches its memory for the first time.
-FIRST_RESULT_S = 15.0
 #: An epoch that lasted so many seconds makes up for those before it that did not.
 FORGIVEN_S = 60.0
 #: The longest wait between an epoch that living workers could not go on with and the next.
@@ -125,11 +123,12 @@ class Site:
     num_slots: int = 0
     since: float = 0.0
     peers: dict[tuple[int, int], Peer] = field(default_factory=dict[tuple[int, int], Peer])
-    #: (step, digest) of plans whose result of the last stage has not come.
-    inflight: deque[tuple[int, int | None]] = field(default_factory=deque[tuple[int, "int | None"]])
+    #: (step, tokens) of plans whose result of the last stage has not come.
+    inflight: deque[tuple[int, int]] = field(default_factory=deque[tuple[int, int]])
     #: When the oldest of them could begin.
     waiting_since: float = 0.0
-    recent: deque[float] = field(default_factory=lambda: deque[float](maxlen=RECENT))
+    #: Seconds and tokens of iterations.
+    recent: deque[tuple[float, int]] = field(default_factory=lambda: deque[tuple[float, int]](maxlen=RECENT))
     #: The first step after a pause without plans.
     resumed: int = 0
     accounts: dict[int, StageAccount] = field(default_factory=dict[int, StageAccount])
@@ -289,9 +288,12 @@ class Supervisor:
             return self._refuse(identity, probe, problem, now)
         wanted = self.wanted
         layout, model = self._layout, "" if self.model is None else self.model.model
-        terms = Terms(
-            layout.replicas, self.stages, wanted.block_size, wanted.token_budget, wanted.max_num_seqs, model
-        )
+        budget = wanted.token_budget
+        if self.limits is not None:
+            budget = self.limits.token_budget
+        elif self._model_len is not None:
+            budget = iteration_tokens(wanted.policy, budget, self._model_len, wanted.max_num_seqs)
+        terms = Terms(layout.replicas, self.stages, wanted.block_size, budget, wanted.max_num_seqs, model)
         return [Post(identity, terms)]
 
     def _example(self, hello: Hello) -> Hello | None:
@@ -368,9 +370,9 @@ class Supervisor:
             return []
         inflight = site.inflight
         if inflight and inflight[0][0] == result.step:
-            inflight.popleft()
+            tokens = inflight.popleft()[1]
             site.digests.pop(result.step, None)
-            site.recent.append(now - site.waiting_since)
+            site.recent.append((now - site.waiting_since, tokens))
             site.waiting_since = now
         return [Occur(Returned(site.index, result))]
 
@@ -400,7 +402,7 @@ class Supervisor:
         if not site.inflight:
             site.waiting_since = now
             site.resumed = step
-        site.inflight.append((step, plan.digest))
+        site.inflight.append((step, plan.tokens))
         if plan.digest is not None:
             site.digests[step] = plan.digest
 
@@ -421,8 +423,7 @@ class Supervisor:
             actions += [Post(self._launcher, order) for order in self._vacancies.orders(self._layout, taken, now)]
         for site in self.sites:
             if site.state == "up" and site.inflight:
-                slowest = max(site.recent, default=FIRST_RESULT_S / HANG_FACTOR)
-                limit = max(self.hang_timeout, HANG_FACTOR * slowest)
+                limit = max(self.hang_timeout, patience(site.recent, site.inflight[0][1]))
                 if now - site.waiting_since > limit:
                     step = site.inflight[0][0]
                     stuck = next(p for _, p in sorted(site.peers.items()) if p.step < step)

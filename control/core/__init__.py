@@ -2,5 +2,5 @@
 
 ``Engine.step(event, now)`` returns effects. The same events give the same effects, byte for byte; the server drives
 it from sockets, tests and simulators from lists. Read in this order: ``sequence``, ``blocks``, ``lane``, ``policy``,
-``replica``, ``engine``, ``integrity``.
+``stall_free``, ``replica``, ``engine``, ``integrity``.
 """

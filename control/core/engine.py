@@ -12,6 +12,7 @@ from typing import Any
 
 from ..wire import Submit
 from .biases import bias_problem
+from .bounds import WHOLE_PROMPTS
 from .events import (
     Aborted,
     Delivered,
@@ -43,6 +44,10 @@ class Engine:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
+        #: The longest sequence that the limits allow. What is computed whole must fit an iteration.
+        self._longest = limits.max_model_len
+        if limits.policy in WHOLE_PROMPTS and limits.token_budget < limits.max_model_len:
+            self._longest = limits.token_budget + 1
         self.max_sequence = 0  #: longest sequence that any replica has had room for; 0 before the first came up
         self.replicas: dict[int, Replica] = {}
         self.requests: dict[int, dict[int, Sequence]] = {}  #: unfinished, by client and key
@@ -99,7 +104,7 @@ class Engine:
 
     def _submitted(self, event: Submitted, effects: list[Effect]) -> None:
         submit, owner = event.submit, event.owner
-        most = self.limits.max_model_len
+        most = self._longest
         if 0 < self.max_sequence < most:
             most = self.max_sequence
         problem = self._problem(owner, submit, most)
@@ -147,7 +152,11 @@ class Engine:
             if problem is not None:
                 return problem
         if prompt >= most:
-            where = "the model's length" if most == limits.max_model_len else "the block pool"
+            where = "the model's length"
+            if most < self._longest:
+                where = "the block pool"
+            elif most < limits.max_model_len:
+                where = f"an iteration, which policy {limits.policy} computes a prompt in,"
             text = f"the prompt has {prompt} tokens; with at least one of output {where} allows {most - 1}"
             return "too_long", "tokens", text
         if limits.vocab_size < 1 << 32 and (largest := too_large(submit.tokens, limits.vocab_size)) is not None:
@@ -266,7 +275,7 @@ class Engine:
         self.replicas[event.replica] = replica
         self._ready = list(self.replicas.values())
         # The last token's KV is never written.
-        room = min(event.num_blocks * limits.block_size + 1, limits.max_model_len)
+        room = min(event.num_blocks * limits.block_size + 1, self._longest)
         self.max_sequence = room if not self.max_sequence else min(self.max_sequence, room)
         homeless, self.homeless = self.homeless, []
         ends = [ended for seq in homeless if (ended := self._rehome(seq)) is not None]

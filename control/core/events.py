@@ -12,15 +12,12 @@ from msgspec import Struct
 from ..wire import BatchPlan, Logprobs, Register, Result, Submit
 from .sequence import Sequence
 
-#: What chooses the contents of an iteration (see ``policies``).
-POLICIES = ("stall-free", "prefill-first", "hybrid", "request-level", "chunked-only", "hybrid-only")
-
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What bounds the core's choices for one replica.
 
-    ``policy``: what goes into an iteration, one of ``POLICIES``. ``token_budget`` (τ): tokens in an iteration.
+    ``policy``: what goes into an iteration, one of ``bounds.POLICIES``. ``token_budget`` (τ): tokens in an iteration.
     ``tile``: the batch total that the device computes without waste, 0 for any. ``share``: the part of an iteration's
     prefill tokens kept for the next requests in admission order.
     ``prefix_limit``: longer prompts share cached blocks only with prompts of their own length; 0: no such limit.

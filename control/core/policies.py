@@ -1,4 +1,4 @@
-"""The policies by name (``events.POLICIES``)."""
+"""The policies by name (``bounds.POLICIES``)."""
 
 from __future__ import annotations
 

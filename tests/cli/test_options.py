@@ -183,7 +183,7 @@ def test_control_command() -> None:
     assert argv[4:] == (
         "--workers", "ipc:///run/x/workers", "--clients", "ipc:///run/x/clients",
         "--events", "ipc:///run/x/events", "--links", "/dev/shm/x",
-        "--replicas", "3", "--stages", "2", "--token-budget", "64", "--max-num-seqs", "256",
+        "--replicas", "3", "--stages", "2", "--token-budget", "64", "--max-num-seqs", "256", "--policy", "stall-free",
         "--drain-timeout", "30", "--served-model-name", "name", "--log-level", "info",
         "--block-size", "16", "--max-model-len", "100",
         "--no-prefix-cache", "--prefill-share", "0", "--hang-timeout", "2",

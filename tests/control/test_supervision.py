@@ -5,11 +5,10 @@ from typing import Any
 
 import pytest
 from evenflow.control.core.events import Limits, ReplicaLost, ReplicaUp, Returned, SendPlan
+from evenflow.control.patience import FIRST_RESULT_S, HANG_FACTOR
 from evenflow.control.places import CLAIM_S
 from evenflow.control.supervision import (
-    FIRST_RESULT_S,
     FORGIVEN_S,
-    HANG_FACTOR,
     MAX_BLOCKS,
     START_TIMEOUT_S,
     Action,
@@ -99,8 +98,8 @@ def bring_up(sup: Supervisor, now: float = 0.0, replica: int = 0, **changes: Any
     return epoch
 
 
-def send(sup: Supervisor, epoch: int, step: int, now: float, digest: int | None = None) -> None:
-    sup.sent(SendPlan(0, [], BatchPlan(epoch, step, 0, b"\1"), digest, 1, 1, 1), now)
+def send(sup: Supervisor, epoch: int, step: int, now: float, digest: int | None = None, tokens: int = 1) -> None:
+    sup.sent(SendPlan(0, [], BatchPlan(epoch, step, 0, b"\1"), digest, tokens, 1, 1), now)
 
 
 def result(epoch: int, step: int, digest: int | None = None) -> Result:
@@ -271,6 +270,29 @@ def test_sch_5_a_model_length_above_the_pool_is_lowered() -> None:
 def test_sch_5_a_shorter_model_length_may_be_asked_for() -> None:
     assert settled(Limits(), model_len=100)[0].max_model_len == 100
     assert settled(Limits(), model_len=5000)[0].max_model_len == 1024
+
+
+@pytest.mark.parametrize(
+    ("policy", "budget"),
+    [("stall-free", 64), ("chunked-only", 64), ("prefill-first", 1024), ("request-level", 1024), ("hybrid", 1034),
+     ("hybrid-only", 1034)],
+)  # fmt: skip
+def test_an_iteration_holds_the_longest_sequence_where_prompts_are_computed_whole(policy: str, budget: int) -> None:
+    limits, warnings = settled(Limits(token_budget=64, max_num_seqs=10, policy=policy))
+    assert (limits.token_budget, limits.max_model_len, warnings) == (budget, 1024, [])
+    limits, warnings = settled(Limits(token_budget=4000, max_num_seqs=10, policy=policy))
+    assert limits.token_budget == 4000 and warnings == []
+
+
+def test_sequences_are_no_longer_than_the_workers_can_compute_whole() -> None:
+    limits, warnings = settled(Limits(policy="prefill-first"), max_tokens=512)
+    assert limits.token_budget == limits.max_model_len == 512
+    (warning,) = warnings
+    assert (
+        warning == "max model length lowered to the workers' tokens an iteration: the policy computes prompts whole"
+    )
+    limits, warnings = settled(Limits(policy="stall-free"), max_tokens=512)
+    assert limits.max_model_len == 1024 and warnings == []
 
 
 def test_sch_5_nothing_is_said_where_all_fits() -> None:
@@ -474,6 +496,20 @@ def test_slow_iterations_raise_the_limit() -> None:
     send(sup, epoch, 1, 20.0)
     assert sup.tick(20.0 + HANG_FACTOR * 1.5 - 0.1) == []
     assert events(sup.tick(20.0 + HANG_FACTOR * 1.5 + 0.1)) == [ReplicaLost(0)]
+
+
+def test_an_iteration_with_many_more_tokens_than_any_lately_may_take_as_much_longer() -> None:
+    sup = supervisor(stages=1, hang_timeout=2.0)
+    epoch = bring_up(sup)
+    send(sup, epoch, 0, 10.0, tokens=20)
+    sup.take(identity(0), result(epoch, 0), 10.5)
+    send(sup, epoch, 1, 20.0, tokens=8000)
+    assert sup.tick(20.0 + 0.5 * 400 - 0.1) == []
+    assert events(sup.tick(20.0 + 0.5 * 400 + 0.1)) == [ReplicaLost(0)]
+    epoch = bring_up(sup, 300.0)
+    send(sup, epoch, 0, 310.0, tokens=1024)
+    assert sup.tick(310.0 + 2 * FIRST_RESULT_S - 0.1) == []
+    assert events(sup.tick(310.0 + 2 * FIRST_RESULT_S + 0.1)) == [ReplicaLost(0)]
 
 
 def test_a_lost_connection_is_a_death() -> None:
