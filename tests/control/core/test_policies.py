@@ -19,7 +19,7 @@ Options = int | bool | float
 
 
 class Timeline:
-    """A server whose iterations are written down. Requests, each (tokens of the prompt, of the output), are named A, B
+    """A server whose iterations are written down. Requests (tokens of the prompt, of the output) are named A, B
     … in the order in which they come; the first ones are there before the replica is."""
 
     def __init__(self, policy: str, *first: tuple[int, int], budget: int = 64, **options: Options) -> None:
