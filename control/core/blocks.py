@@ -88,8 +88,13 @@ class BlockPool:
     def alloc(self, count: int) -> list[int]:
         """Take ``count`` blocks, evicting as needed. The caller has checked ``available``."""
         free = self.free
-        if count > len(free):
-            self._evict(count - len(free))
+        short = count - len(free)
+        if short > 0:
+            # In steady load nothing is ever free: what is evicted goes straight to who asks.
+            taken = free
+            self.free = []
+            self._evict(short, taken)
+            return taken
         if not count:
             return []
         taken = free[-count:]
@@ -205,20 +210,21 @@ class BlockPool:
         node.refs += 1
         return node
 
-    def _evict(self, count: int) -> None:
-        lru, free = self._lru, self.free
+    def _evict(self, count: int, taken: list[int]) -> None:
+        """Append ``count`` blocks to ``taken``, of the longest unused."""
+        lru = self._lru
         size = self._block_bytes
         self.evictable -= count
         while count:
             node = next(iter(lru))
             blocks = node.blocks
             if len(blocks) > count:
-                free += blocks[-count:]
+                taken += blocks[-count:]
                 del blocks[-count:]
                 node.key = node.key[: len(blocks) * size]
                 return
             count -= len(blocks)
-            free += blocks
+            taken += blocks
             del lru[node]
             parent = node.parent
             assert parent is not None and not node.children

@@ -131,10 +131,10 @@ class Lane:
         width, ids = self.width, self._ring_ids
         first, last = start % RING_TICKS, stop % RING_TICKS
         if first < last:
-            seq.tokens += ids[first * width + seq.slot : last * width : width].tobytes()
+            seq.tokens = b"".join((seq.tokens, ids[first * width + seq.slot : last * width : width]))
         else:
-            head = ids[first * width + seq.slot :: width].tobytes()
-            seq.tokens += head + ids[seq.slot : last * width : width].tobytes()
+            head, tail = ids[first * width + seq.slot :: width], ids[seq.slot : last * width : width]
+            seq.tokens = b"".join((seq.tokens, head, tail))
         seq.column = stop
 
     def gather_due(self) -> None:
