@@ -101,8 +101,7 @@ class Load:
             if type(effect) is SendPlan:
                 sent.append((effect, [encode(r) for r in effect.registers], encode(effect.plan)))
             elif type(effect) is Delivered:
-                for _, tick in fanout.ticks(effect):
-                    encode(tick)
+                fanout.frames(effect)
         took = perf_counter_ns() - start
         for plan, registers, encoded in sent:
             self.plans.append(plan)

@@ -15,7 +15,7 @@ from .fanout import Fanout
 from .host import Sent
 from .merging import Waiting
 from .sessions import Session, Sessions
-from .wire import Tick, encode
+from .wire import Tick, decode_to_client
 
 Why = Literal["slow", "silent", "gone"]
 
@@ -40,18 +40,20 @@ class Delivery:
     def deliver(self, delivered: Delivered, now: float) -> None:
         """Tell the clients concerned of an iteration's tokens and ends."""
         by_owner, send = self.sessions.by_owner, self._send
-        for owner, tick in self.fanout.ticks(delivered):
+        for owner, frame in self.fanout.frames(delivered):
             session = by_owner.get(owner)
             if session is None or session.doomed:
                 continue
             if session.waiting is None:
                 # There may be thousands of these a second: no more is done about one than must be.
-                sent = send(session.identity, [encode(tick)])
+                sent = send(session.identity, [frame])
                 if sent == "sent":
                     continue
                 if sent == "gone":
                     self._gone(session)
                     continue
+            tick = decode_to_client(frame)
+            assert isinstance(tick, Tick)
             self._merge(session, tick, now)
 
     def answer(self, session: Session, frame: bytes, now: float) -> None:

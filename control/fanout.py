@@ -3,7 +3,8 @@
 A client's stream is ordered, and ownership of slots travels in it: a slot belongs to a request from the tick of its
 first token until its end, so a token can never reach another request. An iteration whose rows all belong to one
 client (a gateway, usually) is passed on as it came, without touching a row. One of many clients is taken apart in one
-pass over its rows.
+pass over its rows; a tick that is a single token, of which there are thousands a second then, is put together from
+bytes that lie ready.
 """
 
 from __future__ import annotations
@@ -13,13 +14,17 @@ from array import array
 from .core.events import Delivered, Ended
 from .core.packing import pack_u16
 from .core.sequence import Sequence
-from .wire import NO_SLOT, End, Logprobs, Tick, TokenLogprobs
+from .wire import NO_SLOT, End, Logprobs, Tick, TokenLogprobs, encode
 
 #: Shared by the ticks in which there are none.
 _NO_ENDS: list[End] = []
 _NO_LOGPROBS: list[TokenLogprobs] = []
 #: The bitmaps that have a single bit, by its slot: as many as were needed.
 _SINGLE: list[bytes] = []
+#: The encoded fields of a tick with one token, from ``live`` up to the token itself, by its slot.
+_BEFORE_TOKEN: list[bytes] = []
+#: The numbers of a byte.
+_BYTES = [bytes((value,)) for value in range(256)]
 
 
 class Stream:
@@ -97,11 +102,15 @@ class Fanout:
             if seq is not None and seq.owner == owner
         }
 
+    def frames(self, delivered: Delivered) -> list[tuple[int, bytes]]:
+        """One encoded ``Tick`` for each client concerned."""
+        if delivered.sole < 0 and not (delivered.starts or delivered.ends or delivered.logprobs):
+            return self._single(delivered, self._rows_of(delivered.replica))
+        return [(owner, encode(tick)) for owner, tick in self.ticks(delivered)]
+
     def ticks(self, delivered: Delivered) -> list[tuple[int, Tick]]:
-        """One message for each client concerned."""
-        rows = self._rows.get(delivered.replica)
-        if rows is None:
-            rows = self._rows[delivered.replica] = Rows()
+        """The same, not encoded."""
+        rows = self._rows_of(delivered.replica)
         for slot, seq in delivered.starts:
             rows.set(slot, seq, self._stream(seq.owner))
         live, sole = delivered.live, delivered.sole
@@ -119,6 +128,12 @@ class Fanout:
                 return [(sole, self._tick(stream, delivered, live, True, delivered.ids, starts, told, logprobs))]
         return self._split(delivered, rows)
 
+    def _rows_of(self, replica: int) -> Rows:
+        rows = self._rows.get(replica)
+        if rows is None:
+            rows = self._rows[replica] = Rows()
+        return rows
+
     def _stream(self, owner: int) -> Stream:
         stream = self._streams.get(owner)
         if stream is None:
@@ -131,7 +146,7 @@ class Fanout:
         ticks: list[tuple[int, Tick]] = []
         if not (delivered.starts or delivered.ends or delivered.logprobs):
             for stream in told:
-                live, mine = _rows_of(stream, ids)
+                live, mine = _taken(stream, ids)
                 ticks.append((stream.owner, self._tick(stream, delivered, live, False, mine)))
             return ticks
         starts: dict[int, list[tuple[int, Sequence]]] = {}
@@ -145,13 +160,41 @@ class Fanout:
             logprobs.setdefault(row[0].owner, []).append(row)
         for stream in told:
             owner = stream.owner
-            live, mine = _rows_of(stream, ids)
+            live, mine = _taken(stream, ids)
             ends = self._ends(ended[owner], rows) if owner in ended else None
             if mine or ends or owner in logprobs:
                 self._streams[owner] = stream
                 begun, probable = starts.get(owner), logprobs.get(owner)
                 ticks.append((owner, self._tick(stream, delivered, live, False, mine, begun, ends, probable)))
         return ticks
+
+    def _single(self, delivered: Delivered, rows: Rows) -> list[tuple[int, bytes]]:
+        """The encoded ticks of an iteration that brings many clients tokens and nothing else."""
+        told = self._concerned(delivered, rows)
+        ids = bytes(delivered.ids)
+        step = _encoded(delivered.step)
+        # No starts, no ends, the replica, no log-probabilities.
+        rest = b"\xc4\x00\xc4\x00\x90" + _encoded(max(delivered.replica, 0)) + b"\x90"
+        frames: list[tuple[int, bytes]] = []
+        for stream in told:
+            slot = stream.first
+            if stream.more is not None:
+                live, mine = _taken(stream, ids)
+                frames.append((stream.owner, encode(self._tick(stream, delivered, live, False, mine))))
+                continue
+            stream.first = -1
+            sequence = stream.sequence
+            stream.sequence = sequence + 1
+            if slot >= len(_BEFORE_TOKEN):
+                _prepare(slot)
+            token = ids[4 * slot : 4 * slot + 4]
+            if 256 <= sequence < 1 << 16:
+                high, low = _BYTES[sequence >> 8], _BYTES[sequence & 255]
+                parts = [b"\x9b\x31\xcd", high, low, step, _BEFORE_TOKEN[slot], token, rest]
+            else:
+                parts = [b"\x9b\x31", _encoded(sequence), step, _BEFORE_TOKEN[slot], token, rest]
+            frames.append((stream.owner, b"".join(parts)))
+        return frames
 
     def _concerned(self, delivered: Delivered, rows: Rows) -> list[Stream]:
         """The streams of the iteration's clients, each with its rows; by their first rows, then those without any."""
@@ -246,7 +289,7 @@ class Fanout:
         return told
 
 
-def _rows_of(stream: Stream, ids: bytes) -> tuple[bytes, bytes]:
+def _taken(stream: Stream, ids: bytes) -> tuple[bytes, bytes]:
     """Bitmap and ids of the stream's rows, which are taken from it."""
     first, more = stream.first, stream.more
     if first < 0:
@@ -254,8 +297,7 @@ def _rows_of(stream: Stream, ids: bytes) -> tuple[bytes, bytes]:
     stream.first = -1
     if more is None:
         if first >= len(_SINGLE):
-            for slot in range(len(_SINGLE), first + 1):
-                _SINGLE.append(bytes(slot >> 3) + bytes((1 << (slot & 7),)))
+            _prepare(first)
         return _SINGLE[first], ids[4 * first : 4 * first + 4]
     stream.more = None
     more.insert(0, first)
@@ -263,3 +305,27 @@ def _rows_of(stream: Stream, ids: bytes) -> tuple[bytes, bytes]:
     for slot in more:
         bitmap[slot >> 3] |= 1 << (slot & 7)
     return bytes(bitmap), b"".join([ids[4 * slot : 4 * slot + 4] for slot in more])
+
+
+def _prepare(most: int) -> None:
+    """Have what ticks with a single token are made of, up to slot ``most``."""
+    for slot in range(len(_SINGLE), most + 1):
+        bitmap = bytes(slot >> 3) + bytes((1 << (slot & 7),))
+        size = len(bitmap)
+        header = bytes((0xC4, size)) if size < 256 else b"\xc5" + size.to_bytes(2, "big")
+        _SINGLE.append(bitmap)
+        # The bitmap, not dense, four bytes of ids.
+        _BEFORE_TOKEN.append(header + bitmap + b"\xc2\xc4\x04")
+
+
+def _encoded(number: int) -> bytes:
+    """A number that is not negative in MessagePack, as short as can be."""
+    if number < 128:
+        return _BYTES[number]
+    if number < 1 << 8:
+        return b"\xcc" + number.to_bytes(1, "big")
+    if number < 1 << 16:
+        return b"\xcd" + number.to_bytes(2, "big")
+    if number < 1 << 32:
+        return b"\xce" + number.to_bytes(4, "big")
+    return b"\xcf" + number.to_bytes(8, "big")

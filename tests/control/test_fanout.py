@@ -5,7 +5,9 @@ from array import array
 from evenflow.control.core.events import Delivered, Ended, OwnerLost
 from evenflow.control.core.sequence import Sequence
 from evenflow.control.fanout import Fanout
-from evenflow.control.wire import NO_SLOT, Submit, Tick
+from evenflow.control.wire import NO_SLOT, Submit, Tick, encode
+from hypothesis import given
+from hypothesis import strategies as st
 from inprocess import StreamClient, u32
 from shadow_server import advance, only, prompt, shadow_server, wanted
 
@@ -172,3 +174,25 @@ def test_a_preempted_request_keeps_its_stream_over_two_slots() -> None:
         assert starts[key] == 1 + paused.count(key)
         assert server.tokens(key) == wanted(prompt(15, seed=key), 30)
     server.assert_idle()
+
+
+@given(st.data())
+def test_a_frame_is_what_encoding_the_tick_gives(data: st.DataObject) -> None:
+    """Whatever the slots, the clients' numbers, the steps and the sequence numbers are."""
+    plain, direct = Fanout(), Fanout()
+    slots = data.draw(st.lists(st.integers(0, 3000), min_size=1, max_size=12, unique=True).map(sorted), "slots")
+    owners = data.draw(st.lists(st.integers(0, 5), min_size=len(slots), max_size=len(slots)), "owners")
+    replica = data.draw(st.sampled_from([0, 1, 127, 128, 255, 256, 65_535]), "replica")
+    rows = [(slot, sequence(owner, slot)) for slot, owner in zip(slots, owners, strict=True)]
+    ids = u32([(slot * 2_654_435_761) & 0xFFFFFFFF for slot in range(slots[-1] + 1)])
+    began = Delivered(replica, 0, bitmap(*slots), ids, -1, rows)
+    assert direct.frames(began) == [(owner, encode(tick)) for owner, tick in plain.ticks(began)]
+    for _ in range(4):
+        number = data.draw(st.sampled_from([0, 127, 128, 255, 256, 65_535, 65_536, 2**32 - 1, 2**32]), "number")
+        for owner in set(owners):
+            plain.renumber(owner, number)
+            direct.renumber(owner, number)
+        step = data.draw(st.sampled_from([1, 127, 128, 255, 256, 65_535, 65_536, 2**32 - 1]), "step")
+        live = data.draw(st.lists(st.sampled_from(slots), min_size=0, unique=True), "live")
+        delivered = Delivered(replica, step, bitmap(*live), ids, -1)
+        assert direct.frames(delivered) == [(owner, encode(tick)) for owner, tick in plain.ticks(delivered)]
