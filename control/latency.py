@@ -106,6 +106,12 @@ class TokenTimes:
             slots.forget(slot)
             self._started(seq, now)
         decodes = bits & ~first
+        self.tokens += bits.bit_count()
+        if not decodes:
+            # The lane may have left its decodes out, and then its newest tick is still the one before.
+            for slot, _ in delivered.starts:
+                slots.leave(slot, now)
+            return
         # In this lane's tick before, and nowhere since.
         elsewhere = slots.left_bits
         for other in slots.lanes.values():
@@ -124,7 +130,6 @@ class TokenTimes:
             for slot in slots_of(gone):
                 slots.leave(slot, tick.at)
         tick.bits, tick.at = bits, now
-        self.tokens += bits.bit_count()
 
     def _started(self, seq: Sequence, now: float) -> None:
         """The first token of ``seq`` in a slot: of its life, or after a pause."""

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
+from evenflow.control.core.bounds import iteration_tokens
 from evenflow.control.core.events import Delivered, Event, Rejected, ReplicaLost, Returned, SendPlan, Submitted
 from evenflow.control.latency import slots_of
 from evenflow.control.status import request_rows
@@ -82,11 +83,15 @@ class Watched:
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3])
-@pytest.mark.parametrize("seed", range(4))
-def test_token_times_are_those_of_every_single_token(stages: int, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("policy", "seed"),
+    [*[("stall-free", seed) for seed in range(4)], ("prefill-first", 0), ("prefill-first", 1), ("chunked-only", 0)],
+)
+def test_token_times_are_those_of_every_single_token(stages: int, policy: str, seed: int) -> None:
     """With preemptions, stops, aborts, a crash, and sequences that move between lanes."""
     draw = random.Random(seed * 10 + stages)
-    server = shadow_server(budget=48, blocks=24, block_size=4, stages=stages, seqs=12, check=False)
+    budget = iteration_tokens(policy, 48, 96, 12)
+    server = shadow_server(budget=budget, blocks=24, block_size=4, stages=stages, seqs=12, check=False, policy=policy)
     watched = Watched(server)
     choose = scrambled(seed + 1)
     waiting: list[Callable[[], None]] = [
