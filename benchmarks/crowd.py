@@ -206,7 +206,7 @@ class Crowd:
     def _submit(self, member: Member, answer: int) -> None:
         member.key += 1
         member.received = 0
-        tokens = array("I", (self._random.randrange(1, 50_000) for _ in range(self._prompt))).tobytes()
+        tokens = array("I", (self._random.randrange(1, self._modulus) for _ in range(self._prompt))).tobytes()
         submit = Submit(member.key, f"request-{member.key}", tokens, self._prompt, answer)
         member.socket.sendall(frame_of(encode(submit)))
 
