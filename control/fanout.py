@@ -64,6 +64,27 @@ class Rows:
         self.streams[slot] = None
 
 
+class _News:
+    """What an iteration brings besides tokens, by client."""
+
+    __slots__ = ("ends", "logprobs", "owners", "starts")
+
+    def __init__(self, delivered: Delivered) -> None:
+        self.owners: dict[int, None] = {}
+        self.starts: dict[int, list[tuple[int, Sequence]]] = {}
+        self.ends: dict[int, list[Ended]] = {}
+        self.logprobs: dict[int, list[tuple[Sequence, Logprobs]]] = {}
+        for start in delivered.starts:
+            self.owners[start[1].owner] = None
+            self.starts.setdefault(start[1].owner, []).append(start)
+        for ended in delivered.ends:
+            self.owners[ended.seq.owner] = None
+            self.ends.setdefault(ended.seq.owner, []).append(ended)
+        for row in delivered.logprobs:
+            self.owners[row[0].owner] = None
+            self.logprobs.setdefault(row[0].owner, []).append(row)
+
+
 class Fanout:
     """Which request owns which slot, and where each client's stream is."""
 
@@ -104,72 +125,10 @@ class Fanout:
 
     def frames(self, delivered: Delivered) -> list[tuple[int, bytes]]:
         """One encoded ``Tick`` for each client concerned."""
-        if delivered.sole < 0 and not (delivered.starts or delivered.ends or delivered.logprobs):
-            return self._single(delivered, self._rows_of(delivered.replica))
-        return [(owner, encode(tick)) for owner, tick in self.ticks(delivered)]
-
-    def ticks(self, delivered: Delivered) -> list[tuple[int, Tick]]:
-        """The same, not encoded."""
-        rows = self._rows_of(delivered.replica)
-        for slot, seq in delivered.starts:
-            rows.set(slot, seq, self._stream(seq.owner))
-        live, sole = delivered.live, delivered.sole
-        if sole >= 0:
-            if not delivered.ends and not delivered.starts and not delivered.logprobs:
-                if not any(live):
-                    return []  # all rows are void, perhaps because the client is gone
-                return [(sole, self._tick(self._stream(sole), delivered, live, True, delivered.ids))]
-            if all(ended.seq.owner == sole for ended in delivered.ends) and all(
-                seq.owner == sole for seq, _ in delivered.logprobs
-            ):
-                told = self._ends(delivered.ends, rows)
-                starts, logprobs = delivered.starts, delivered.logprobs
-                stream = self._stream(sole)
-                return [(sole, self._tick(stream, delivered, live, True, delivered.ids, starts, told, logprobs))]
-        return self._split(delivered, rows)
-
-    def _rows_of(self, replica: int) -> Rows:
-        rows = self._rows.get(replica)
-        if rows is None:
-            rows = self._rows[replica] = Rows()
-        return rows
-
-    def _stream(self, owner: int) -> Stream:
-        stream = self._streams.get(owner)
-        if stream is None:
-            stream = self._streams[owner] = Stream(owner)
-        return stream
-
-    def _split(self, delivered: Delivered, rows: Rows) -> list[tuple[int, Tick]]:
-        told = self._concerned(delivered, rows)
-        ids = bytes(delivered.ids)
-        ticks: list[tuple[int, Tick]] = []
-        if not (delivered.starts or delivered.ends or delivered.logprobs):
-            for stream in told:
-                live, mine = _taken(stream, ids)
-                ticks.append((stream.owner, self._tick(stream, delivered, live, False, mine)))
-            return ticks
-        starts: dict[int, list[tuple[int, Sequence]]] = {}
-        for start in delivered.starts:
-            starts.setdefault(start[1].owner, []).append(start)
-        ended: dict[int, list[Ended]] = {}
-        for end in delivered.ends:
-            ended.setdefault(end.seq.owner, []).append(end)
-        logprobs: dict[int, list[tuple[Sequence, Logprobs]]] = {}
-        for row in delivered.logprobs:
-            logprobs.setdefault(row[0].owner, []).append(row)
-        for stream in told:
-            owner = stream.owner
-            live, mine = _taken(stream, ids)
-            ends = self._ends(ended[owner], rows) if owner in ended else None
-            if mine or ends or owner in logprobs:
-                self._streams[owner] = stream
-                begun, probable = starts.get(owner), logprobs.get(owner)
-                ticks.append((owner, self._tick(stream, delivered, live, False, mine, begun, ends, probable)))
-        return ticks
-
-    def _single(self, delivered: Delivered, rows: Rows) -> list[tuple[int, bytes]]:
-        """The encoded ticks of an iteration that brings many clients tokens and nothing else."""
+        if delivered.sole >= 0:
+            return [(owner, encode(tick)) for owner, tick in self.ticks(delivered)]
+        rows = self._begin(delivered)
+        news = _News(delivered)
         told = self._concerned(delivered, rows)
         ids = bytes(delivered.ids)
         step = _encoded(delivered.step)
@@ -178,9 +137,10 @@ class Fanout:
         frames: list[tuple[int, bytes]] = []
         for stream in told:
             slot = stream.first
-            if stream.more is not None:
-                live, mine = _taken(stream, ids)
-                frames.append((stream.owner, encode(self._tick(stream, delivered, live, False, mine))))
+            if slot < 0 or stream.more is not None or stream.owner in news.owners:
+                tick = self._told(stream, delivered, rows, news, ids)
+                if tick is not None:
+                    frames.append((stream.owner, encode(tick)))
                 continue
             stream.first = -1
             sequence = stream.sequence
@@ -195,6 +155,58 @@ class Fanout:
                 parts = [b"\x9b\x31", _encoded(sequence), step, _BEFORE_TOKEN[slot], token, rest]
             frames.append((stream.owner, b"".join(parts)))
         return frames
+
+    def ticks(self, delivered: Delivered) -> list[tuple[int, Tick]]:
+        """The same, not encoded."""
+        rows = self._begin(delivered)
+        live, sole = delivered.live, delivered.sole
+        if sole >= 0:
+            if not delivered.ends and not delivered.starts and not delivered.logprobs:
+                if not any(live):
+                    return []  # all rows are void, perhaps because the client is gone
+                return [(sole, self._tick(self._stream(sole), delivered, live, True, delivered.ids))]
+            if all(ended.seq.owner == sole for ended in delivered.ends) and all(
+                seq.owner == sole for seq, _ in delivered.logprobs
+            ):
+                told = self._ends(delivered.ends, rows)
+                starts, logprobs = delivered.starts, delivered.logprobs
+                stream = self._stream(sole)
+                return [(sole, self._tick(stream, delivered, live, True, delivered.ids, starts, told, logprobs))]
+        told, news, ids = self._concerned(delivered, rows), _News(delivered), bytes(delivered.ids)
+        ticks: list[tuple[int, Tick]] = []
+        for stream in told:
+            tick = self._told(stream, delivered, rows, news, ids)
+            if tick is not None:
+                ticks.append((stream.owner, tick))
+        return ticks
+
+    def _begin(self, delivered: Delivered) -> Rows:
+        """Note who owns slots from this iteration on."""
+        rows = self._rows.get(delivered.replica)
+        if rows is None:
+            rows = self._rows[delivered.replica] = Rows()
+        for slot, seq in delivered.starts:
+            rows.set(slot, seq, self._stream(seq.owner))
+        return rows
+
+    def _stream(self, owner: int) -> Stream:
+        stream = self._streams.get(owner)
+        if stream is None:
+            stream = self._streams[owner] = Stream(owner)
+        return stream
+
+    def _told(self, stream: Stream, delivered: Delivered, rows: Rows, news: _News, ids: bytes) -> Tick | None:
+        """One client's tick, if there is something to be told."""
+        owner = stream.owner
+        live, mine = _taken(stream, ids)
+        if owner not in news.owners:
+            return self._tick(stream, delivered, live, False, mine)
+        ends = self._ends(news.ends[owner], rows) if owner in news.ends else None
+        logprobs = news.logprobs.get(owner)
+        if not (mine or ends or logprobs):
+            return None
+        self._streams[owner] = stream
+        return self._tick(stream, delivered, live, False, mine, news.starts.get(owner), ends, logprobs)
 
     def _concerned(self, delivered: Delivered, rows: Rows) -> list[Stream]:
         """The streams of the iteration's clients, each with its rows; by their first rows, then those without any."""
