@@ -10,18 +10,20 @@ step, the epoch is over: the others drop their slots at the next start and keep 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
 import structlog
 
+from .accounts import StageAccount
 from .core.bounds import iteration_tokens
 from .core.events import Event, Limits, ReplicaLost, ReplicaUp, Returned, SendPlan
 from .limits import settle_limits
 from .patience import patience
 from .places import CLAIM_S, Claim, Layout, host_name, misfit, no_such_place
+from .profiles import slowest_profile
 from .vacancies import Vacancies
 from .wire import (
     PROTOCOL_VERSION,
@@ -36,6 +38,7 @@ from .wire import (
     Redial,
     Result,
     Resync,
+    Sample,
     Start,
     Started,
     Terms,
@@ -84,32 +87,7 @@ class Peer:
     started: bool = False
     #: Last step of this epoch that it has returned.
     step: int = -1
-
-
-@dataclass(slots=True)
-class StageAccount:
-    """Where a stage's time went, in microseconds, over the life of the control process.
-
-    ``late`` counts iterations whose plan had not come when the one before ended, ``late_us`` the time waited for it.
-    Idle time is counted only while plans are out: an empty server is not idle.
-    """
-
-    iterations: int = 0
-    late: int = 0
-    busy_us: int = 0
-    idle_us: int = 0
-    late_us: int = 0
-
-    def add(self, result: Result, after_pause: bool) -> None:
-        self.iterations += 1
-        # Whatever a worker says of its clock, a counter only grows.
-        self.busy_us += max(0, result.ended_us - result.started_us)
-        if after_pause:
-            return
-        self.idle_us += result.idle_us
-        if result.starved_us:
-            self.late += 1
-            self.late_us += result.starved_us
+    profile: list[Sample] = field(default_factory=list[Sample])  #: what it measured of itself
 
 
 @dataclass(slots=True)
@@ -131,7 +109,8 @@ class Site:
     recent: deque[tuple[float, int]] = field(default_factory=lambda: deque[tuple[float, int]](maxlen=RECENT))
     #: The first step after a pause without plans.
     resumed: int = 0
-    accounts: dict[int, StageAccount] = field(default_factory=dict[int, StageAccount])
+    starved_us: int = 0  #: longest wait of an earlier stage for a plan since the last stage's newest result
+    accounts: defaultdict[int, StageAccount] = field(default_factory=lambda: defaultdict(StageAccount))
     digests: dict[int, int] = field(default_factory=dict[int, int])
     #: Epochs in a row that ended although all workers lived, and when the next may begin.
     failures: int = 0
@@ -345,28 +324,28 @@ class Supervisor:
         if site.state != "starting" or message.epoch != site.epoch:
             return []
         peer.started = True
+        peer.profile = message.profile
         if not all(p.started for p in site.peers.values()):
             return []
         site.state, site.since, site.waiting_since = "up", now, now
         self.epochs_begun += 1
         log.info("replica up", replica=site.index, epoch=site.epoch)
-        return [Occur(ReplicaUp(site.index, site.epoch, self.stages, site.num_blocks, site.num_slots))]
+        profile = slowest_profile([p.profile for p in site.peers.values()])
+        return [Occur(ReplicaUp(site.index, site.epoch, self.stages, site.num_blocks, site.num_slots, profile))]
 
     def _result(self, site: Site, peer: Peer, result: Result, now: float) -> list[Action]:
         if site.state != "up" or result.epoch != site.epoch:
             return []
         stage = peer.hello.stage
         peer.step = result.step
-        account = site.accounts.get(stage)
-        if account is None:
-            account = site.accounts[stage] = StageAccount()
-        account.add(result, result.step == site.resumed)
+        site.accounts[stage].add(result, result.step == site.resumed)
         if result.digest is not None and site.digests.get(result.step) not in (None, result.digest):
             self.audit_failures += 1
             # Nothing that this process says can be believed: it is fenced, and its place is for a fresh one.
             log.error("a worker's tables differ from control's", replica=site.index, stage=stage, step=result.step)
             return self._kill(site, peer, "the audit failed", what="worker is wrong")
         if stage != self.stages - 1:
+            site.starved_us = max(site.starved_us, result.starved_us)
             return []
         inflight = site.inflight
         if inflight and inflight[0][0] == result.step:
@@ -374,7 +353,8 @@ class Supervisor:
             site.digests.pop(result.step, None)
             site.recent.append((now - site.waiting_since, tokens))
             site.waiting_since = now
-        return [Occur(Returned(site.index, result))]
+        starved_us, site.starved_us = site.starved_us, 0
+        return [Occur(Returned(site.index, result, starved_us))]
 
     def _exited(self, message: WorkerExited, now: float) -> list[Action]:
         log.error(

@@ -115,6 +115,7 @@ class Telemetry:
             blocks_cached=pool.evictable,
             blocks_free=len(pool.free),
             preemptions=replica.preemptions,
+            predicted_us=send.predicted_us,
         )
         drafts[plan.epoch, plan.step] = _Draft(record, replica.stages)
 

@@ -13,6 +13,7 @@ from typing import Any
 from ..wire import Submit
 from .biases import bias_problem
 from .bounds import WHOLE_PROMPTS
+from .budget import Budget
 from .events import (
     Aborted,
     Delivered,
@@ -31,6 +32,8 @@ from .events import (
 )
 from .replica import Replica
 from .sequence import Phase, Sequence
+from .slo import set_targets, slo_problem
+from .timing import Features
 from .vocabulary import too_large
 
 #: A request that was running at this many deaths of a worker is failed.
@@ -58,6 +61,7 @@ class Engine:
         self._wake = inf  #: when the last ``Wake`` asked to be stepped
         self._order = 0
         self._homes: dict[Sequence, Replica] = {}
+        self._budgets: dict[int, Budget] = {}  #: by replica, if they are in seconds
         self._ready: list[Replica] = []  #: the replicas, ready to be walked through
         self._handlers: dict[type[Any], Callable[[Any, list[Effect]], None]] = {
             Returned: self._returned,
@@ -103,7 +107,7 @@ class Engine:
     # ---- clients ---------------------------------------------------------------------------------------------
 
     def _submitted(self, event: Submitted, effects: list[Effect]) -> None:
-        submit, owner = event.submit, event.owner
+        submit, owner, limits = event.submit, event.owner, self.limits
         most = self._longest
         if 0 < self.max_sequence < most:
             most = self.max_sequence
@@ -119,6 +123,8 @@ class Engine:
             # So wide that no client's own salt can be the same.
             seq.salt += submit.prompt_len.to_bytes(65, "little")
         self._order += 1
+        if limits.slo is not None:
+            set_targets(seq, submit, limits.slo, self.now)
         self.counters["requests"] += 1
         if len(seq.tokens) >> 2 >= seq.max_len:
             # A continuation that had all its tokens when control was lost.
@@ -151,6 +157,9 @@ class Engine:
             problem = bias_problem(submit.sampling, limits.vocab_size)
             if problem is not None:
                 return problem
+        problem = slo_problem(submit, limits.slo)
+        if problem is not None:
+            return problem
         if prompt >= most:
             where = "the model's length"
             if most < self._longest:
@@ -271,7 +280,8 @@ class Engine:
         if event.replica in self.replicas:
             self._replica_lost(ReplicaLost(event.replica), effects)
         limits = self.limits
-        replica = Replica(event.replica, event.epoch, event.stages, event.num_blocks, event.num_slots, limits)
+        budget = self._budget(event) if limits.slo is not None else None
+        replica = Replica(event.replica, event.epoch, event.stages, event.num_blocks, event.num_slots, limits, budget)
         self.replicas[event.replica] = replica
         self._ready = list(self.replicas.values())
         # The last token's KV is never written.
@@ -281,6 +291,18 @@ class Engine:
         ends = [ended for seq in homeless if (ended := self._rehome(seq)) is not None]
         if ends:
             effects.append(Delivered(event.replica, 0, b"", b"", -1, [], ends))
+
+    def _budget(self, event: ReplicaUp) -> Budget:
+        limits, budget = self.limits, self._budgets.get(event.replica)
+        assert limits.slo is not None
+        if budget is None:
+            budget = Budget(limits.slo, event.stages, limits.token_budget, limits.tile)
+            self._budgets[event.replica] = budget
+        budget.begin_epoch()
+        budget.fit(
+            [(Features(s.prefill, s.attention, s.decodes, s.kv_tokens), s.took_us / 1e6) for s in event.profile]
+        )
+        return budget
 
     def _rehome(self, seq: Sequence) -> Ended | None:
         """Route ``seq``, which has no replica, within the room that is left; or its end, if it has outgrown that."""
@@ -320,6 +342,6 @@ class Engine:
         replica = self.replicas.get(event.replica)
         if replica is None:
             return
-        effect = replica.receive(event.result)
+        effect = replica.receive(event.result, self.now, event.starved_us)
         if effect is not None:
             effects.append(effect)

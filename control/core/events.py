@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from msgspec import Struct
 
-from ..wire import BatchPlan, Logprobs, Register, Result, Submit
+from ..wire import BatchPlan, Logprobs, Register, Result, Sample, Submit
 from .sequence import Sequence
+from .slo import Slo
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class Limits:
     ``tile``: the batch total that the device computes without waste, 0 for any. ``share``: the part of an iteration's
     prefill tokens kept for the next requests in admission order.
     ``prefix_limit``: longer prompts share cached blocks only with prompts of their own length; 0: no such limit.
+    ``slo``: with it, iterations are bounded by time and ``token_budget`` is only what workers can compute.
     ``max_num_seqs``: admitted sequences of a replica. ``overtakes``: how often a blocked head may be passed.
     """
 
@@ -37,6 +39,7 @@ class Limits:
     vocab_size: int = 1 << 32
     prefix_limit: int = 0
     policy: str = "stall-free"
+    slo: Slo | None = None
 
 
 class Submitted(Struct, frozen=True):
@@ -60,13 +63,14 @@ class OwnerLost(Struct, frozen=True):
 
 
 class ReplicaUp(Struct, frozen=True):
-    """All ranks of a replica are ready for the plans of ``epoch``."""
+    """All ranks of a replica are ready for the plans of ``epoch``. ``profile``: what its slowest stage measured."""
 
     replica: int
     epoch: int
     stages: int
     num_blocks: int
     num_slots: int
+    profile: list[Sample] = []
 
 
 class ReplicaLost(Struct, frozen=True):
@@ -80,6 +84,8 @@ class Returned(Struct, frozen=True):
 
     replica: int
     result: Result
+    #: For how long, at most, an earlier stage waited for a plan since the result before.
+    starved_us: int = 0
 
 
 class Due(Struct, frozen=True):
@@ -103,6 +109,8 @@ class SendPlan(Struct, frozen=True):
     tokens: int
     decodes: int
     kv_tokens: int
+    #: Of the iteration on one stage; 0 without a model of it.
+    predicted_us: int = 0
 
 
 class Ended(Struct, frozen=True):

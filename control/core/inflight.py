@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .budget import Timed
 from .lane import Lane
 from .sequence import Sequence
 
@@ -9,7 +10,7 @@ from .sequence import Sequence
 class InFlight:
     """A plan that was sent and whose result has not come."""
 
-    __slots__ = ("decodes", "fenced", "finals", "lane", "late", "live", "partial", "sole", "step", "ticks")
+    __slots__ = ("decodes", "fenced", "finals", "lane", "late", "live", "partial", "sole", "step", "ticks", "timed")
 
     def __init__(self, step: int, lane: Lane, ticks: bool) -> None:
         self.step = step
@@ -23,3 +24,4 @@ class InFlight:
         self.fenced: list[int] = []  #: slots that may be used again when this result has come
         #: The only client whose rows these are; -1 if there is none, or may be several.
         self.sole = next(iter(lane.owners)) if ticks and len(lane.owners) == 1 else -1
+        self.timed: Timed | None = None  #: what was predicted of it, if the budget is in seconds

@@ -20,6 +20,7 @@ from ..wire.digest import audit_digest, audited, is_audited
 from . import logprobs
 from .admission import admit
 from .blocks import BlockPool
+from .budget import Budget
 from .events import Delivered, Ended, Limits, OutOfStep, SendPlan
 from .inflight import InFlight
 from .lane import Lane
@@ -36,11 +37,21 @@ _append: Callable[[list[int], int], None] = list[int].append
 class Replica:
     """Scheduler state of one replica during one epoch."""
 
-    def __init__(self, index: int, epoch: int, stages: int, num_blocks: int, num_slots: int, limits: Limits) -> None:
+    def __init__(
+        self,
+        index: int,
+        epoch: int,
+        stages: int,
+        num_blocks: int,
+        num_slots: int,
+        limits: Limits,
+        budget: Budget | None = None,
+    ) -> None:
         self.index = index
         self.epoch = epoch
         self.stages = stages
         self.limits = limits
+        self.budget = budget  #: in seconds; None: it is ``limits.token_budget``
         self.pool = BlockPool(num_blocks, limits.block_size, limits.prefix_caching)
         self.lanes = [Lane(i, num_slots, limits.block_size) for i in range(stages)]
         self.waiting = WaitingQueue()
@@ -87,7 +98,7 @@ class Replica:
     def plan_next(self, now: float) -> SendPlan | None:
         """The next plan, if one may be out and there is something to run at ``now``."""
         stages = self.stages
-        if len(self.inflight) > stages:
+        if len(self.inflight) > stages or (self.budget is not None and self._waits(self.budget, now)):
             return None
         preempted = -1
         while preempted != self.preemptions:
@@ -102,6 +113,13 @@ class Replica:
                         return plan
         return None
 
+    def _waits(self, budget: Budget, now: float) -> bool:
+        """Whether the next plan is made later; then ``due`` says when."""
+        budget.now = now
+        at = budget.due(self.inflight) if self.running or self.waiting else -inf
+        self.due = at if at > now else inf
+        return at > now
+
     def _plan(self, lane: Lane) -> SendPlan | None:
         if self.stages > 1 and not self.policy.stays:
             self._balance(lane)
@@ -113,6 +131,11 @@ class Replica:
             return None
         chunks.sort(key=_chunk_slot)
         record = InFlight(self.step, lane, ticks)
+        predicted_us = 0
+        if self.budget is not None:
+            kv_tokens = lane.kv_tokens if ticks else 0
+            record.timed = timed = self.budget.planned(chunks, count, kv_tokens, not self.inflight)
+            predicted_us = int(timed.seconds * 1e6)
         tokens = count
         finals = self._advance(record, chunks)
         for _, taken in chunks:
@@ -144,7 +167,7 @@ class Replica:
                     self._settle(seq)
         for seq in finals:
             self._join(seq, lane)
-        return SendPlan(self.index, registers, plan, digest, tokens, count, kv_tokens)
+        return SendPlan(self.index, registers, plan, digest, tokens, count, kv_tokens, predicted_us=predicted_us)
 
     def run_decodes(self, lane: Lane) -> int:
         """Let the decodes of ``lane`` run in the plan being made, and grow those that cross into a new block, at the
@@ -193,6 +216,8 @@ class Replica:
         if self.stages > 1 and not self.policy.stays:
             lane = min(self.lanes, key=_load)
         lane.join(seq, known)
+        if self.budget is not None:
+            self.budget.joined(seq)
 
     def _balance(self, lane: Lane) -> None:
         """Move decodes of ``lane`` to the emptiest lane until their counts differ by one at most."""
@@ -203,11 +228,15 @@ class Replica:
             known = seq.join_known + lane.tick - seq.join_tick
             self._leave_lane(seq, lane)
             least.join(seq, known)
+            if self.budget is not None:
+                self.budget.joined(seq)
 
     def _leave_lane(self, seq: Sequence, lane: Lane) -> None:
         """Take ``seq`` out of ``lane``; results in flight that hold a token of it are remembered with it."""
         since = max(seq.join_tick, lane.done)
         lane.leave(seq)
+        if self.budget is not None:
+            self.budget.left(seq)
         out = lane.tick - since
         if out > 0:
             # The lane's newest plans with decodes name it.
@@ -296,8 +325,11 @@ class Replica:
 
     # ---- results ---------------------------------------------------------------------------------------------
 
-    def receive(self, result: Result) -> Delivered | OutOfStep | None:
-        """Take in the last stage's result. Late duplicates and foreign epochs are dropped whole."""
+    def receive(self, result: Result, now: float = 0.0, starved_us: int = 0) -> Delivered | OutOfStep | None:
+        """Take in the last stage's result, which came at ``now``. Late duplicates and foreign epochs are dropped.
+
+        ``starved_us``: for how long an earlier stage has waited for a plan.
+        """
         if result.epoch != self.epoch or not self.inflight:
             return None
         record = self.inflight[0]
@@ -320,6 +352,10 @@ class Replica:
         lane.in_flight -= 1
         if record.ticks:
             lane.store(ids)
+        if self.budget is not None and record.timed is not None:
+            took = (result.ended_us - result.started_us) / 1e6
+            starved = max(result.starved_us, starved_us) / 1e6
+            self.budget.returned(record.timed, lane.index, record.ticks, lane.count > 0, took, starved, now)
         delivered = Delivered(self.index, record.step, live, ids, record.sole)
         ends = delivered.ends
         if self.ended:

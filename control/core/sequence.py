@@ -11,6 +11,7 @@ While a sequence decodes, nothing of it is touched per iteration: its position f
 from __future__ import annotations
 
 from enum import IntEnum
+from math import inf
 from typing import TYPE_CHECKING
 
 from ..wire import Sampling, Submit
@@ -36,12 +37,14 @@ class Sequence:
     __slots__ = (
         "bucket",
         "cached",
+        "chunk",
         "column",
         "computed",
         "deaths",
         "doubt_len",
         "dups",
         "end_tick",
+        "first_due",
         "generation",
         "join_known",
         "join_tick",
@@ -64,6 +67,7 @@ class Sequence:
         "slot",
         "stop_ids",
         "table",
+        "tbt",
         "tokens",
         "told",
     )
@@ -81,6 +85,9 @@ class Sequence:
         self.sampling: Sampling = submit.sampling
         self.stop_ids = submit.stop_ids
         self.salt = submit.salt
+        self.tbt = inf  #: most seconds between its tokens, if that is promised
+        self.chunk = 0  #: most prompt tokens of it in an iteration, 0 for any
+        self.first_due = inf  #: when its first token should be there
         self.told = 1  #: first prompt token whose log-probability has not been told, if they are wanted
         self.phase = Phase.WAITING
         self.computed = 0  #: up to date in PREFILL only; see ``planned``

@@ -12,6 +12,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from .policy import Chunks, Policy
+from .timed_chunks import timed_chunks
 
 if TYPE_CHECKING:
     from .lane import Lane
@@ -22,7 +23,10 @@ class StallFree(Policy):
     """Every running decode of the lane is in the batch; chunks take what it leaves of the budget."""
 
     def choose(self, replica: Replica, lane: Lane) -> Chunks:
-        return chunks_for(replica, replica.run_decodes(lane))
+        decodes = replica.run_decodes(lane)
+        if replica.budget is not None:
+            return timed_chunks(replica, replica.budget, decodes, lane.kv_tokens)
+        return chunks_for(replica, decodes)
 
 
 class ChunkedOnly(Policy):

@@ -5,7 +5,8 @@ its decodes and the KV tokens that they read. Each term has a coefficient in sec
 whose memory fades: in the form of a Kalman filter whose coefficients wander a little each iteration. So what a batch
 does not show keeps its value, and its uncertainty grows only up to a bound. Coefficients never fall below zero.
 A measurement far outside what is believed counts as if it lay at the edge, since a pause of the machine says nothing
-of the model; three in a row on the same side do: then the device has become slower or faster, and all is scaled.
+of the model; three in a row on the same side do: then the device has become slower or faster, and the terms that
+these iterations had are scaled.
 """
 
 from __future__ import annotations
@@ -64,6 +65,16 @@ class Estimator:
             total += self.coefficients[i] * inputs[i]
         return total
 
+    def doubt(self, inputs: list[float]) -> float:
+        """Standard deviation of the function at ``inputs``: how little is known of it there."""
+        variance = 0.0
+        for i in range(self._size):
+            row, total = self._cov[i], 0.0
+            for j in range(self._size):
+                total += row[j] * inputs[j]
+            variance += total * inputs[i]
+        return sqrt(variance) if variance > 0.0 else 0.0
+
     def update(self, inputs: list[float], measured: float) -> None:
         """Learn from one measurement; what is not positive and finite is passed over."""
         if not 0.0 < measured < 1e6 or not isfinite(sum(inputs)):
@@ -81,29 +92,35 @@ class Estimator:
                 total += row[j] * inputs[j]
             gain[i] = total
             spread += total * inputs[i]
-        noise = self.noise * max(expected, _LEAST * self._mean)
+        base = max(expected, _LEAST * self._mean)
+        noise = self.noise * base
         spread += noise * noise
         if spread <= 0.0:
             return
         surprise = measured - expected
         edge = _GATE * sqrt(spread)
         if surprise > edge:
-            if self._beyond(1, expected, measured):
+            if self._beyond(1, inputs, measured / base):
                 return
             surprise = edge
         elif surprise < -edge:
-            if self._beyond(-1, expected, measured):
+            if self._beyond(-1, inputs, measured / base):
                 return
             surprise = -edge
         else:
             self._side = 0
+        # What the measurement does not show keeps its value, also where it is correlated with what does: small
+        # batches may follow a law of their own (the host's), from which nothing is to be concluded for others.
         for i in range(size):
-            theta[i] += gain[i] / spread * surprise
+            shown = inputs[i] > 0.0
+            if shown:
+                theta[i] += gain[i] / spread * surprise
             row = cov[i]
             for j in range(i, size):
-                entry = row[j] - gain[i] * gain[j] / spread
-                row[j] = cov[j][i] = entry
-        relative = (surprise / max(expected, _LEAST * self._mean)) ** 2
+                if shown or inputs[j] > 0.0:
+                    entry = row[j] - gain[i] * gain[j] / spread
+                    row[j] = cov[j][i] = entry
+        relative = (surprise / base) ** 2
         # What is due to the coefficients' own doubt is not noise of the measurement.
         relative *= noise * noise / spread
         variance = self.noise * self.noise
@@ -112,20 +129,22 @@ class Estimator:
         self._keep_positive()
         self._wander()
 
-    def _beyond(self, side: int, expected: float, measured: float) -> bool:
-        """Note a measurement that was cut off; true if it was the one that proves a change, which is made."""
+    def _beyond(self, side: int, inputs: list[float], ratio: float) -> bool:
+        """Note a measurement that was cut off, ``ratio`` times what was expected; true if it was the one that proves
+        a change, which is made: to the coefficients that had a part in it."""
         if side != self._side:
             self._side, self._run = side, []
-        self._run.append(measured / max(expected, _LEAST * self._mean))
+        self._run.append(ratio)
         if len(self._run) < _CHANGED:
             return False
         scale = sorted(self._run)[_CHANGED >> 1]
         self._side, self._run = 0, []
-        self.coefficients = [c * scale for c in self.coefficients]
-        self._mean *= scale
-        for row in self._cov:
+        factors = [scale if inputs[i] > 0.0 else 1.0 for i in range(self._size)]
+        for i in range(self._size):
+            self.coefficients[i] *= factors[i]
+            row = self._cov[i]
             for j in range(self._size):
-                row[j] *= scale * scale
+                row[j] *= factors[i] * factors[j]
         self._widen(0.3)
         return True
 
@@ -211,6 +230,10 @@ class TimeModel:
     def predict(self, features: Features) -> float:
         """Seconds of an iteration."""
         return self._estimator.value(_inputs(features))
+
+    def doubt(self, features: Features) -> float:
+        """Seconds by which ``predict`` may be wrong, beside the scatter of iterations (one standard deviation)."""
+        return self._estimator.doubt(_inputs(features))
 
     def terms(self, features: Features) -> tuple[float, float, float, float, float]:
         """Seconds of each of ``TERMS``; they add up to ``predict``."""

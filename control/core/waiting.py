@@ -58,6 +58,10 @@ class WaitingQueue:
         """The next to be admitted; there must be one."""
         return self._items[0]
 
+    def tail(self) -> Sequence:
+        """The last to be admitted; there must be one."""
+        return self._items[-1]
+
     def behind(self, most: int) -> list[Sequence]:
         """Those behind the head, in order, at most ``most``."""
         return self._items[1 : 1 + most]

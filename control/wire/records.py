@@ -33,6 +33,7 @@ class IterationRecord(Struct, array_like=True, frozen=True, tag=64):
     result was taken up. The batch: ``tokens`` = ``decodes`` + ``chunk_tokens`` of at most ``budget``, ``chunks``
     pieces of prompts, and ``kv_tokens`` cached tokens read by the decodes. The rest is the state of the replica right
     after the plan was made: requests and tokens in the queue, sequences that run, blocks, preemptions in this epoch.
+    ``predicted_us``: what the iteration was expected to take on one stage, 0 without a model of it.
     """
 
     replica: U16
@@ -56,3 +57,4 @@ class IterationRecord(Struct, array_like=True, frozen=True, tag=64):
     blocks_cached: U32
     blocks_free: U32
     preemptions: U32
+    predicted_us: U64 = 0

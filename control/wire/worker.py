@@ -172,10 +172,22 @@ class Probe(Struct, array_like=True, frozen=True, tag=26):
     stages: U16 = 0
 
 
+class Sample(Struct, array_like=True, frozen=True):
+    """What an iteration took on the worker's device: ``took_us`` microseconds for ``prefill`` tokens of chunks whose
+    tokens attend to ``attention`` others in all, and ``decodes`` that read ``kv_tokens``."""
+
+    prefill: U32
+    attention: U64
+    decodes: U32
+    kv_tokens: U64
+    took_us: U64
+
+
 class Started(Struct, array_like=True, frozen=True, tag=17):
-    """The worker is ready for the plans of this epoch."""
+    """The worker is ready for the plans of this epoch. ``profile``: what it measured while it warmed up."""
 
     epoch: U32
+    profile: Annotated[list[Sample], Meta(max_length=64)] = []
 
 
 class Logprobs(Struct, array_like=True, frozen=True):
