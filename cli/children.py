@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..control.core.bounds import iteration_tokens
+from ..control.core.bounds import USUAL_TOKENS, worker_tokens
 from .listener import OpenDoor
 from .options import SCRIPTED, ServeOptions, threads_per_worker
 from .run_dir import RunDir
@@ -20,8 +20,6 @@ _SCRIPTED_TEXT = "smollm2-135m"
 _SCRIPTED_VOCAB = 49_152
 #: The gateway ends after control, which tells it how each request ended at the limit.
 _GATEWAY_MARGIN = 2.0
-#: What a worker accepts in an iteration unless the budget is larger, or the sequences that it computes whole.
-_WORKER_TOKENS = 8192
 _MOST_SLOTS = 1 << 16
 
 
@@ -107,24 +105,19 @@ def gateway_argv(options: ServeOptions, control: str, fd: int, keys: Path | None
     ]
 
 
-def _worker_tokens(options: ServeOptions) -> int:
-    """Most tokens of an iteration. The model's length is not known here unless it was given."""
-    length = max(_WORKER_TOKENS, options.max_model_len or 0)
-    needed = iteration_tokens(options.policy, options.token_budget, length, options.max_num_seqs)
-    return max(_WORKER_TOKENS, needed)
-
-
 def worker_argv(
     options: ServeOptions, connect: str, replica: int, stage: int, threads: int, rest: Sequence[str] = ()
 ) -> list[str]:
     """``connect``: the endpoint of control for workers; ``rest``: what only this kind of worker is told."""
+    o = options
+    tokens = max(USUAL_TOKENS, worker_tokens(o.policy, o.token_budget, o.max_model_len, o.max_num_seqs))
     place = [
         *("--connect", connect),
         *("--replica", str(replica)),
         *("--stage", str(stage)),
         *("--stages", str(options.stages)),
         *("--block-size", str(options.block_size)),
-        *("--max-tokens", str(_worker_tokens(options))),
+        *("--max-tokens", str(tokens)),
         # A slot stays taken for as long as a plan in flight names it, longer than its sequence runs.
         *("--max-slots", str(min(_MOST_SLOTS, 2 * options.max_num_seqs))),
         *rest,

@@ -18,7 +18,7 @@ from typing import Literal
 import structlog
 
 from .accounts import StageAccount
-from .core.bounds import iteration_tokens
+from .core.bounds import worker_tokens
 from .core.events import Event, Limits, ReplicaLost, ReplicaUp, Returned, SendPlan
 from .limits import settle_limits
 from .patience import patience
@@ -267,11 +267,10 @@ class Supervisor:
             return self._refuse(identity, probe, problem, now)
         wanted = self.wanted
         layout, model = self._layout, "" if self.model is None else self.model.model
-        budget = wanted.token_budget
         if self.limits is not None:
             budget = self.limits.token_budget
-        elif self._model_len is not None:
-            budget = iteration_tokens(wanted.policy, budget, self._model_len, wanted.max_num_seqs)
+        else:
+            budget = worker_tokens(wanted.policy, wanted.token_budget, self._model_len, wanted.max_num_seqs)
         terms = Terms(layout.replicas, self.stages, wanted.block_size, budget, wanted.max_num_seqs, model)
         return [Post(identity, terms)]
 

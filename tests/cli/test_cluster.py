@@ -79,6 +79,7 @@ def test_without_replicas_or_network_it_is_serve(tmp_path: Path) -> None:
         ('model = "m"\ntoken-budget = 1\ntoken_budget = 1', "token_budget is given twice"),
         ('model = "m"\nkv_cache_memory = "much"', "not a number of bytes"),
         ("stages = 2", "names no model"),
+        ('model = "m"\npolicies = "hybrid"', "policies is not known; the nearest name is policy"),
         ("model = ", "is not TOML"),
     ],
 )

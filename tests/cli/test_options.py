@@ -8,6 +8,7 @@ import evenflow.cli.launcher
 import evenflow.cli.options
 import pytest
 from evenflow.cli.children import build_plan
+from evenflow.cli.flags import Policy
 from evenflow.cli.listener import PortTaken, listen, url_of
 from evenflow.cli.main import app
 from evenflow.cli.options import (
@@ -23,6 +24,7 @@ from evenflow.cli.options import (
     usable_cores,
 )
 from evenflow.cli.run_dir import RunDir
+from evenflow.control.core.bounds import POLICIES, WHOLE_PROMPTS
 from typer.testing import CliRunner
 
 RUN = RunDir(Path("/run/x"), Path("/dev/shm/x"), -1)
@@ -74,6 +76,7 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
         (["-t", "1"], "threads", 1),
         (["--served-model-name", "m"], "served_model_name", "m"),
         (["--no-generation-config"], "generation_config", False),
+        (["--policy", "prefill-first"], "policy", "prefill-first"),
     ],
 )
 def test_flags_and_their_other_names(
@@ -107,6 +110,7 @@ def test_environment_is_overridden_by_flags(monkeypatch: pytest.MonkeyPatch) -> 
         ({"threads": 0}, ["--threads"]),
         ({"drain_timeout": -1.0}, ["--drain-timeout"]),
         ({"prefill_share": 1.0}, ["--prefill-share"]),
+        ({"policy": "orca"}, ["--policy", "hybrid"]),
     ],
 )
 def test_what_cannot_run_is_refused_in_one_sentence_sch5(change: dict[str, object], knobs: list[str]) -> None:
@@ -188,6 +192,34 @@ def test_control_command() -> None:
         "--block-size", "16", "--max-model-len", "100",
         "--no-prefix-cache", "--prefill-share", "0", "--hang-timeout", "2",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("policy", "length", "budget", "tokens"),
+    [
+        ("stall-free", None, 256, 8192), ("stall-free", 20_000, 256, 8192), ("chunked-only", None, 10_000, 10_000),
+        ("prefill-first", None, 256, 8192), ("prefill-first", 20_000, 256, 20_000), ("hybrid", None, 256, 8192 + 40),
+        ("hybrid-only", 20_000, 256, 20_040), ("request-level", 100, 30_000, 30_000),
+    ],
+)  # fmt: skip
+def test_a_worker_takes_the_iterations_of_its_policy(
+    policy: str, length: int | None, budget: int, tokens: int
+) -> None:
+    options = ServeOptions("m", policy=policy, max_model_len=length, token_budget=budget, max_num_seqs=40)
+    plan = build_plan(options, RUN, 7, 8, {})
+    assert flag(plan.workers[0].argv, "--max-tokens") == str(tokens)
+    assert flag(plan.control.argv, "--policy") == policy
+
+
+def test_a_small_budget_does_not_bound_the_sequences_of_what_computes_prompts_whole() -> None:
+    """SCH-5: their iterations hold the longest sequence, however small the budget."""
+    for policy in POLICIES:
+        settled, _ = settle(ServeOptions("m", policy=policy, token_budget=8, max_num_seqs=100))
+        assert settled.max_num_seqs == (100 if policy in WHOLE_PROMPTS else 8)
+
+
+def test_every_policy_can_be_asked_for() -> None:
+    assert tuple(policy.value for policy in Policy) == POLICIES
 
 
 def test_gateway_command_inherits_the_port() -> None:

@@ -553,6 +553,9 @@ def test_a_probe_is_told_what_workers_must_know() -> None:
     ((who, terms),) = posted(sup.take(b"p", Probe(PROTOCOL_VERSION, 1, 0), 0.0), Terms)
     assert who == b"p" and terms == Terms(2, 2, 32, 64, 9)
     assert posted(sup.take(b"p", Probe(PROTOCOL_VERSION, 1, 1, stages=2), 0.0), Terms)
+    sup = external(stages=1, replicas=2, limits=Limits(token_budget=64, max_num_seqs=9, policy="hybrid"))
+    ((_, terms),) = posted(sup.take(b"p", Probe(PROTOCOL_VERSION, 1, 0), 0.0), Terms)
+    assert terms.token_budget == 8192 + 9, "as the launcher tells its own workers"
 
 
 @pytest.mark.parametrize(
