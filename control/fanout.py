@@ -129,13 +129,13 @@ class Fanout:
             return [(owner, encode(tick)) for owner, tick in self.ticks(delivered)]
         rows = self._begin(delivered)
         news = _News(delivered)
-        told = self._concerned(delivered, rows)
+        concerned = self._concerned(delivered, rows)
         ids = bytes(delivered.ids)
         step = _encoded(delivered.step)
         # No starts, no ends, the replica, no log-probabilities.
         rest = b"\xc4\x00\xc4\x00\x90" + _encoded(max(delivered.replica, 0)) + b"\x90"
         frames: list[tuple[int, bytes]] = []
-        for stream in told:
+        for stream in concerned:
             slot = stream.first
             if slot < 0 or stream.more is not None or stream.owner in news.owners:
                 tick = self._told(stream, delivered, rows, news, ids)
@@ -170,11 +170,11 @@ class Fanout:
             ):
                 told = self._ends(delivered.ends, rows)
                 starts, logprobs = delivered.starts, delivered.logprobs
-                stream = self._stream(sole)
-                return [(sole, self._tick(stream, delivered, live, True, delivered.ids, starts, told, logprobs))]
-        told, news, ids = self._concerned(delivered, rows), _News(delivered), bytes(delivered.ids)
+                client = self._stream(sole)
+                return [(sole, self._tick(client, delivered, live, True, delivered.ids, starts, told, logprobs))]
+        concerned, news, ids = self._concerned(delivered, rows), _News(delivered), bytes(delivered.ids)
         ticks: list[tuple[int, Tick]] = []
-        for stream in told:
+        for stream in concerned:
             tick = self._told(stream, delivered, rows, news, ids)
             if tick is not None:
                 ticks.append((stream.owner, tick))
