@@ -68,7 +68,7 @@ class Load:
         self.telemetry = None if bare else Telemetry()
         if self.telemetry is not None:
             self.telemetry.watch(True)
-        self.now = 0.0  #: of the load, in which a step takes ``STEP_S``
+        self.now = 1.0  #: of the load, in which a step takes ``STEP_S``
         blocks = (running + running // 4 + 64) * ((PROMPT + ANSWER) // BLOCK + 1)
         self.random = random.Random(7)
         self.ids = array("I", (self.random.randrange(1, 50_000) for _ in range(self.slots))).tobytes()
