@@ -1,6 +1,7 @@
 # make serve   install what is missing and serve SmolLM2-135M-Instruct; ARGS="--stages 2 --port 9000" are passed on
 # make test    install what is missing, check style and types, run the whole suite
 # make soak    ten minutes of everything at once, kills among it; then 10,000 schedules of the decision core
+# make faults  10,000 seeds of the fault simulator, 1,000 events each, and the mistakes that it must find; ARGS="--json"
 # make bench   the benchmarks beside their rivals
 # make peers   the rivals' environment, for benchmarks/control_plane.py (3.5 GB, some ten minutes)
 #
@@ -19,7 +20,7 @@ INSTALLED := .venv/.installed
 CORE := .venv/.core
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
-.PHONY: serve test soak bench peers clean
+.PHONY: serve test soak faults bench peers clean
 
 serve: $(CORE)
 	$(BIN)/evenflow serve smollm2-135m $(ARGS)
@@ -33,6 +34,10 @@ test: $(CORE)
 soak: $(CORE)
 	$(BIN)/python tests/e2e/soak.py
 	EVENFLOW_SCHEDULES=10000 $(BIN)/pytest --timeout 0 tests/control/core/test_schedules.py $(ARGS)
+
+faults: $(CORE)
+	$(BIN)/python tests/faults --seeds 10000 --events 1000 $(ARGS)
+	EVENFLOW_PURE=1 $(BIN)/python tests/faults --hunt --seeds 300 $(ARGS)
 
 bench: $(CORE)
 	set -e; for program in $(BENCHMARKS); do echo "== $$program"; $(BIN)/python $$program $(ARGS); done
