@@ -19,6 +19,7 @@ from evenflow.control.core.sequence import Phase
 from evenflow.control.fanout import Fanout
 from evenflow.control.server import ControlServer
 from evenflow.control.supervision import Supervisor
+from evenflow.control.vacancies import Vacancies
 from msgspec.structs import replace
 
 from .world import run
@@ -155,15 +156,8 @@ def _forget_the_early() -> None:
     ControlServer._act = act  # type: ignore[method-assign]
 
 
-def _ignore_the_gone() -> None:
-    Supervisor.gone = lambda self, identity, now: []  # type: ignore[method-assign]
-
-
-def _never_kill() -> None:
-    def kill(self: Supervisor, site: Any, peer: Any, reason: str, word: Any = None) -> Any:
-        return self._drop(site, peer, reason)
-
-    Supervisor._kill = kill  # type: ignore[method-assign]
+def _leave_hangs_alone() -> None:
+    Vacancies.orders = lambda self, layout, taken, now: []  # type: ignore[method-assign]
 
 
 #: By name: what is done to the product.
@@ -181,8 +175,7 @@ PLANTS: dict[str, Callable[[], None]] = {
     "a continuation forgets what was received": _continue_from_the_start,
     "the watermark applies to an idle pool": _keep_the_watermark,
     "early submissions are forgotten": _forget_the_early,
-    "a lost connection is ignored": _ignore_the_gone,
-    "what hangs is never killed": _never_kill,
+    "what hangs out of sight is left alone": _leave_hangs_alone,
 }
 
 

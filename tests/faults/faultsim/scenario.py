@@ -11,6 +11,7 @@ from typing import Any
 
 from evenflow.control.core import bounds
 from evenflow.control.core.events import Limits
+from evenflow.control.core.slo import Slo, SloClass
 from evenflow.control.wire import Sampling
 from evenflow.dataplane.simulated.shadow import shadow_tokens
 
@@ -116,7 +117,7 @@ class Scenario:
         asks = [what for _, what in self.happenings if isinstance(what, Ask)]
         faults = [what.kind for _, what in self.happenings if isinstance(what, Fault)]
         limits = self.limits
-        fields = {name: getattr(limits, name) for name in ("policy", "admission") if hasattr(limits, name)}
+        fields = {name: getattr(limits, name) for name in ("policy", "admission", "slo") if hasattr(limits, name)}
         return (
             f"{self.replicas} replicas of {self.stages} stages, {self.clients} clients, {len(asks)} requests;"
             f" budget {limits.token_budget}, {limits.max_num_seqs} sequences, {self.build.num_blocks} blocks of"
@@ -137,6 +138,10 @@ def draw(seed: int, number_of_events: int) -> Scenario:
     budget = pick((1, 3, 7, 16, 33, 64))
     seqs = pick((2, 4, 8, 16))
     options: dict[str, Any] = {name: pick(choices(name)) for name in ("policy", "admission") if choices(name)}
+    step_s = 10 ** random.uniform(-2.5, -1.0)
+    if random.random() < 0.25:
+        tbt = step_s * pick((1.5, 4.0, 20.0))
+        options["slo"] = Slo((SloClass("interactive", tbt, chunk=pick((0, 8))), SloClass("relaxed", 5 * tbt)))
     limits = Limits(
         token_budget=budget,
         max_num_seqs=seqs,
@@ -159,7 +164,6 @@ def draw(seed: int, number_of_events: int) -> Scenario:
         vocab_size=VOCAB,
         tile=pick((0, 0, 8, 16)),
     )
-    step_s = 10 ** random.uniform(-2.5, -1.0)
     scenario = Scenario(
         seed=seed,
         events=number_of_events,
@@ -237,6 +241,8 @@ def _draw_ask(
     extras: dict[str, Any] = {"tenant": random.choice(("", "a", "b")), "priority": random.choice((0, 0, -5, 3))}
     if random.random() < 0.1:
         extras["deadline_ms"] = random.choice((100, 1000, 10_000))
+    if scenario.limits.slo is not None:
+        extras["slo"] = random.choice(("", *scenario.limits.slo.names))
     if random.random() < 0.2:
         extras["tbt_ms"] = random.choice((1, 50, 1000))
     return Ask(

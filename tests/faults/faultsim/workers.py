@@ -29,6 +29,8 @@ from .network import Dealer, Frames, Network
 from .stage import Build, Hidden, LightStage, Outcome, Sampled
 
 BEAT_S = 1.0
+#: Results that a worker which repeats itself remembers: step numbers restart, and these may match.
+MOST_TOLD = 12
 
 
 class LinkBroken(Exception):
@@ -76,7 +78,9 @@ class Worker:
         self.pid = pid
         self.step_s, self.token_s = 0.01, 0.0
         self.slowness = 1.0
-        self.echo = 0.0  #: how likely a result is to be sent again later, which no worker of ours does
+        #: How likely a result is to be sent again, later or in the next epoch, which no worker of ours does.
+        self.echo = 0.0
+        self._told: list[Frames] = []  #: the first results of this epoch
         self.alive, self.stopped = True, False
         self._host, self._clock = host, host.clock
         self._ended = ended
@@ -165,6 +169,10 @@ class Worker:
             self._resync(str(error))
             return
         self._last_us = int(self._clock.now * 1e6)
+        told, self._told = self._told, []
+        for frames in told:
+            if self._host.random.random() < self.echo:
+                self._clock.after(30 * self.step_s * self._host.random.random(), self._repeat, frames)
         self._send(Started(start.epoch))
 
     def _leave(self) -> None:
@@ -243,6 +251,8 @@ class Worker:
         frames = [encode(outcome.result(self._began_us, ended_us, idle_us, starved_us))]
         self._spoke = self._clock.now
         self.dealer.send(frames)
+        if len(self._told) < MOST_TOLD:
+            self._told.append(frames)
         if self.echo and self._host.random.random() < self.echo:
             self._clock.after(3 * self._host.random.random(), self._repeat, frames)
 
