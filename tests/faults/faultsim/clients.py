@@ -87,7 +87,7 @@ class Asked:
         if finish.reason == "error" and "a worker died" in finish.message and epochs_lost >= 3:
             return
         deadline = dict(ask.extras).get("deadline_ms", 0)
-        if deadline and finish.reason not in ("stop", "length", "abort") and now >= self.at + deadline / 1000:
+        if deadline and finish.reason not in ("stop", "length", "abort") and now >= self.at + deadline / 1000 - 0.001:
             return
         raise Violation(f"request {ask.number} ended without a cause: {finish}")
 
@@ -129,7 +129,7 @@ class Client:
             min_tokens=ask.min_tokens,
             salt=ask.salt,
             leader=None if leader is None else leader.request,
-            **{name: value for name, value in ask.extras if name in _TAKEN},
+            **{name: value for name, value in (*ask.extras, ("now", self._clock.now)) if name in _TAKEN},
         )
         asked = Asked(ask, request, wanted, "stop" if stops else "length", self._clock.now)
         self.asked[ask.number] = self._by_key[request.key] = asked

@@ -132,7 +132,7 @@ def _leave_rows_live() -> None:
 
 
 def _continue_from_the_start() -> None:
-    def shorten(state: ClientState, request: Any) -> None:
+    def shorten(state: ClientState, request: Any, *_: Any) -> None:
         for place, message in enumerate(state.outbox):
             if getattr(message, "key", None) == request.key and hasattr(message, "prompt_len"):
                 state.outbox[place] = replace(message, tokens=request.prompt)  # type: ignore[type-var]
