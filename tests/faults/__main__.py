@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 import time
+from contextlib import suppress
 
 from faultsim.plants import PLANTS, hunt, plant
 from faultsim.scenario import Cut, draw
@@ -66,10 +67,11 @@ def one(case: Case, smaller: bool) -> int:
 def many(args: argparse.Namespace) -> int:
     began = time.process_time()
     failed: list[int] = []
-    events = requests = tokens = epochs = 0
+    events = requests = tokens = epochs = done = 0
     cut = Cut.parse(args.without)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    # Whoever interrupts a long run is told of what has been done.
+    with Progress(*columns, console=Console(stderr=True)) as progress, suppress(KeyboardInterrupt):
         task = progress.add_task("seeds", total=args.seeds)
         for seed in range(args.first, args.first + args.seeds):
             case = Case(seed, args.events, cut)
@@ -87,10 +89,11 @@ def many(args: argparse.Namespace) -> int:
                     flush=True,
                 )
                 progress.start()
+            done += 1
             progress.update(task, advance=1, description=f"{len(failed)} failed")
     seconds = time.process_time() - began
     total = {
-        "seeds": args.seeds,
+        "seeds": done,
         "failed": failed,
         "events": events,
         "requests": requests,
@@ -103,10 +106,10 @@ def many(args: argparse.Namespace) -> int:
         print(json.dumps(total))
     else:
         print(
-            f"{args.seeds} seeds, {len(failed)} failed: {events} events ({total['events_per_second']} a second),"
+            f"{done} seeds, {len(failed)} failed: {events} events ({total['events_per_second']} a second),"
             f" {requests} requests, {tokens} tokens, {epochs} epochs lost, {seconds:.1f} s"
         )
-    return 1 if failed else 0
+    return 1 if failed or done < args.seeds else 0
 
 
 if __name__ == "__main__":
