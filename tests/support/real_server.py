@@ -3,6 +3,7 @@ KV memory is filled with NaN before each server."""
 
 from functools import lru_cache
 
+from evenflow.control.core.bounds import iteration_tokens
 from evenflow.control.core.events import Limits
 from evenflow.dataplane.model_runner import ModelRunner
 from evenflow.dataplane.weights import open_model
@@ -39,15 +40,17 @@ def real_server(
     blocks: int | None = None,
     seqs: int = 16,
     dtype: str = "float32",
+    policy: str = "stall-free",
 ) -> InProcess:
     """A server on runners that earlier cells used, with NaN wherever they wrote."""
     own = runners(model, stages, block_size, dtype)
     for runner in own:
         runner.poison()
     limits = Limits(
-        token_budget=budget,
+        token_budget=iteration_tokens(policy, budget, 1200, seqs),
         max_num_seqs=seqs,
         max_model_len=1200,
+        policy=policy,
         block_size=block_size,
         prefix_caching=caching,
     )
