@@ -12,6 +12,7 @@ import signal
 
 import structlog
 
+from .bubbles import modelled_costs
 from .core.engine import Engine
 from .core.events import (
     Aborted,
@@ -22,6 +23,7 @@ from .core.events import (
     OwnerLost,
     Rejected,
     ReplicaLost,
+    ReplicaUp,
     Returned,
     SendPlan,
     Submitted,
@@ -176,6 +178,9 @@ class ControlServer:
                 self._act(self.supervisor.out_of_step(effect.replica, effect.reason, now))
         if type(event) is ReplicaLost:
             telemetry.epoch_over(event.replica)
+        elif type(event) is ReplicaUp:
+            model = engine.replicas[event.replica].balance.model
+            self.supervisor.sites[event.replica].bubbles.costs = modelled_costs(model)
         if self._check:
             check_integrity(engine)
         if engine.requests:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from .bubbles import CAUSES
 from .core.engine import Engine
 from .core.sequence import Sequence
 from .supervision import Supervisor
@@ -75,13 +76,14 @@ def snapshot(
     for reason, count in telemetry.ended.items():
         values[figure("requests_ended_total", reason=reason)] = count
     for site in supervisor.sites:
-        for stage, account in site.accounts.items():
+        for stage, account in enumerate(site.bubbles.accounts):
             place = {"replica": site.index, "stage": stage}
             values[figure("stage_iterations_total", **place)] = account.iterations
             values[figure("stage_plans_late_total", **place)] = account.late
             values[figure("stage_busy_seconds_total", **place)] = account.busy_us / 1e6
             values[figure("stage_idle_seconds_total", **place)] = account.idle_us / 1e6
-            values[figure("stage_plan_late_seconds_total", **place)] = account.late_us / 1e6
+            for cause, idle_us in zip(CAUSES, account.causes, strict=True):
+                values[figure("stage_bubble_seconds_total", **place, cause=cause)] = idle_us / 1e6
     if engine is not None:
         values |= _scheduled(engine) | _given(telemetry, now)
     return values

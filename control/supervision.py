@@ -10,14 +10,14 @@ step, the epoch is over: the others drop their slots at the next start and keep 
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
 import structlog
 
-from .accounts import StageAccount
+from .bubbles import BubbleAccount
 from .core.bounds import worker_tokens
 from .core.events import Event, Limits, ReplicaLost, ReplicaUp, Returned, SendPlan
 from .limits import settle_limits
@@ -95,6 +95,7 @@ class Site:
     """What is known of one replica's workers."""
 
     index: int
+    bubbles: BubbleAccount
     state: Literal["down", "starting", "up"] = "down"
     epoch: int = 0
     num_blocks: int = 0
@@ -107,10 +108,7 @@ class Site:
     waiting_since: float = 0.0
     #: Seconds and tokens of iterations.
     recent: deque[tuple[float, int]] = field(default_factory=lambda: deque[tuple[float, int]](maxlen=RECENT))
-    #: The first step after a pause without plans.
-    resumed: int = 0
     starved_us: int = 0  #: longest wait of an earlier stage for a plan since the last stage's newest result
-    accounts: defaultdict[int, StageAccount] = field(default_factory=lambda: defaultdict(StageAccount))
     digests: dict[int, int] = field(default_factory=dict[int, int])
     #: Epochs in a row that ended although all workers lived, and when the next may begin.
     failures: int = 0
@@ -143,7 +141,7 @@ class Supervisor:
         self.limits: Limits | None = None
         self.model: Hello | None = None  #: the first hello: what model is served
         self.stages = stages
-        self.sites = [Site(i) for i in range(replicas)]
+        self.sites = [Site(i, BubbleAccount(stages)) for i in range(replicas)]
         self.epoch = epoch
         self.restarts = 0
         self.epochs_begun = 0  #: in which a replica came up
@@ -300,6 +298,7 @@ class Supervisor:
         site.state, site.epoch, site.since = "starting", self.epoch, now
         site.inflight.clear()
         site.digests.clear()
+        site.bubbles.begin()
         admitted = min(limits.max_num_seqs, limits.token_budget * self.stages)
         slots = min(admitted + max(8, admitted // 2), *(hello.num_slots for hello in hellos), 65_000)
         start = Start(
@@ -337,7 +336,8 @@ class Supervisor:
             return []
         stage = peer.hello.stage
         peer.step = result.step
-        site.accounts[stage].add(result, result.step == site.resumed)
+        if not peer.hello.rank:
+            site.bubbles.returned(stage, result)
         if result.digest is not None and site.digests.get(result.step) not in (None, result.digest):
             self.audit_failures += 1
             # Nothing that this process says can be believed: it is fenced, and its place is for a fresh one.
@@ -380,7 +380,7 @@ class Supervisor:
         step = plan.plan.step
         if not site.inflight:
             site.waiting_since = now
-            site.resumed = step
+        site.bubbles.planned(plan)
         site.inflight.append((step, plan.tokens))
         if plan.digest is not None:
             site.digests[step] = plan.digest

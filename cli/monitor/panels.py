@@ -34,7 +34,7 @@ def render(snapshot: Snapshot, width: int, height: int) -> Text:
     lines.append(_rule(_iteration_title(snapshot), width))
     lines += [_iteration(iteration, width) for iteration in shown]
     if snapshot.stages:
-        lines.append(_rule("stages: busy █  plan late ! ", width))
+        lines.append(_rule("stages: busy █  bubble ▒  plan late ! ", width))
         lines += [_stage(snapshot, number, width) for number in range(len(snapshot.stages))]
     lines.append(_rule(f"requests: {snapshot.running} running, {snapshot.waiting} waiting", width))
     lines += _requests(snapshot.requests, width, height - len(lines))
@@ -165,11 +165,12 @@ def _iteration(iteration: Iteration, width: int) -> Text:
 
 def _stage(snapshot: Snapshot, number: int, width: int) -> Text:
     stage = snapshot.stages[number]
-    tail = f"  busy {100 * stage.busy:5.1f}%  late {100 * stage.late:4.1f}%"
+    tail = f"  busy {100 * stage.busy:5.1f}%  bubble {100 * stage.bubble:4.1f}%  late {100 * stage.late:4.1f}%"
     text = Text(f" {stage.replica}.{stage.stage} ")
-    busy, late = round(1000 * stage.busy), round(1000 * stage.late)
-    parts = ((busy, "█", GOOD), (late, "!", BAD), (max(0, 1000 - busy - late), "·", FREE))
-    text.append_text(bar(parts, max(1000, busy + late), width - text.cell_len - len(tail) - 1))
+    busy, bubble, late = round(1000 * stage.busy), round(1000 * stage.bubble), round(1000 * stage.late)
+    used = busy + bubble + late
+    parts = ((busy, "█", GOOD), (bubble, "▒", CHUNK), (late, "!", BAD), (max(0, 1000 - used), "·", FREE))
+    text.append_text(bar(parts, max(1000, used), width - text.cell_len - len(tail) - 1))
     return text.append(tail)
 
 

@@ -37,12 +37,14 @@ class Iteration(Struct, frozen=True):
 
 
 class Stage(Struct, frozen=True):
-    """The share of the time in which a stage computed, and in which it waited for a plan; 0 to 1."""
+    """The share of the time in which a stage computed, in which its plan was late, and in which it waited for a batch
+    unlike the one before it (the three pipeline bubbles together); 0 to 1. In the rest there was nothing to do."""
 
     replica: int
     stage: int
     busy: float
     late: float
+    bubble: float = 0.0
 
 
 class Running(Struct, frozen=True):
@@ -212,9 +214,15 @@ def _stages(values: dict[str, float], before: dict[str, float], seconds: float) 
     stages: list[Stage] = []
     for name in values:
         if found := _STAGE.match(name):
-            late = name.replace("stage_busy", "stage_plan_late")
-            busy_share, late_share = (
-                min(1.0, max(0.0, (values.get(key, 0.0) - before.get(key, 0.0)) / seconds)) for key in (name, late)
+            place = {"replica": int(found[1]), "stage": int(found[2])}
+
+            def share(*names: str) -> float:
+                grown = sum(values.get(key, 0.0) - before.get(key, 0.0) for key in names)
+                return round(min(1.0, max(0.0, grown / seconds)), 4)
+
+            late, *bubbles = (
+                figure("stage_bubble_seconds_total", **place, cause=cause)
+                for cause in ("plan_late", "pb1", "pb2", "pb3")
             )
-            stages.append(Stage(int(found[1]), int(found[2]), round(busy_share, 4), round(late_share, 4)))
+            stages.append(Stage(**place, busy=share(name), late=share(late), bubble=share(*bubbles)))
     return sorted(stages, key=lambda stage: (stage.replica, stage.stage))

@@ -111,6 +111,13 @@ class SendPlan(Struct, frozen=True):
     kv_tokens: int
     #: Of the iteration on one stage; 0 without a model of it.
     predicted_us: int = 0
+    #: Pairs of a chunk's token and a token that it attends to.
+    attention: float = 0.0
+    #: For the account of idle time: for how long there had been nothing to plan, the latest step whose ids its
+    #: decodes take (-1: none), and lanes for which there was nothing to run.
+    dry_us: int = 0
+    awaits: int = -1
+    spare: int = 0
 
 
 class Ended(Struct, frozen=True):

@@ -5,12 +5,26 @@ from __future__ import annotations
 from .budget import Timed
 from .lane import Lane
 from .sequence import Sequence
+from .timing import Features
 
 
 class InFlight:
     """A plan that was sent and whose result has not come."""
 
-    __slots__ = ("decodes", "fenced", "finals", "lane", "late", "live", "partial", "sole", "step", "ticks", "timed")
+    __slots__ = (
+        "decodes",
+        "features",
+        "fenced",
+        "finals",
+        "lane",
+        "late",
+        "live",
+        "partial",
+        "sole",
+        "step",
+        "ticks",
+        "timed",
+    )
 
     def __init__(self, step: int, lane: Lane, ticks: bool) -> None:
         self.step = step
@@ -22,6 +36,7 @@ class InFlight:
         self.partial: list[Sequence] = []  #: sequences with a chunk that does not sample
         self.late: list[Sequence] = []  #: left the lane since: they take their token from the result directly
         self.fenced: list[int] = []  #: slots that may be used again when this result has come
+        self.features: Features | None = None  #: what its time depends on, if that is to be learned
         #: The only client whose rows these are; -1 if there is none, or may be several.
         self.sole = next(iter(lane.owners)) if ticks and len(lane.owners) == 1 else -1
         self.timed: Timed | None = None  #: what was predicted of it, if the budget is in seconds

@@ -30,6 +30,7 @@ class Lane:
     __slots__ = (
         "_ring",
         "_ring_ids",
+        "awaits",
         "bitmap",
         "block_size",
         "collect",
@@ -53,6 +54,7 @@ class Lane:
         self.done = 0
         self.in_flight = 0  #: plans of this lane that are out
         self.count = 0  #: decoding sequences
+        self.awaits = -1  #: the latest step whose ids the next tick takes
         self.kv_base = 0  #: sum over them of (known tokens - tick)
         self.bitmap = bytearray((width + 7) >> 3)
         self.grow: list[dict[int, list[int]]] = [{} for _ in range(block_size)]

@@ -19,6 +19,7 @@ from ..wire import BatchPlan, Register, Result
 from ..wire.digest import audit_digest, audited, is_audited
 from . import logprobs
 from .admission import admit
+from .balance import Balance, Drought, spare_lanes
 from .blocks import BlockPool
 from .budget import Budget
 from .events import Delivered, Ended, Limits, OutOfStep, SendPlan
@@ -28,6 +29,7 @@ from .packing import pack_u16, pack_u32
 from .policies import make_policy
 from .policy import Chunks
 from .sequence import Phase, Sequence
+from .timing import Features
 from .waiting import WaitingQueue
 
 _order = attrgetter("order")
@@ -69,7 +71,9 @@ class Replica:
         self.cache_queries = 0
         self.cache_hits = 0
         self.due = inf  #: when the replica wants to be asked for a plan again, although nothing else happens
+        self.balance = Balance(stages, None if budget is None else budget.model)
         self._turn = 0
+        self._drought = Drought()
         self.free_slots = list(range(num_slots))
         self.generations = [0] * num_slots
         self._released: list[int] = []
@@ -107,22 +111,27 @@ class Replica:
             for offset in range(stages):
                 lane = self.lanes[(self._turn + offset) % stages]
                 if lane.in_flight < 2 and (lane.count or self.prefills or len(self.waiting)):
-                    plan = self._plan(lane)
+                    plan = self._plan(lane, now)
                     if plan is not None:
                         self._turn = (lane.index + 1) % stages
                         return plan
+        self._drought.nothing(now, self.due < inf)
         return None
 
     def _waits(self, budget: Budget, now: float) -> bool:
         """Whether the next plan is made later; then ``due`` says when."""
         budget.now = now
         at = budget.due(self.inflight) if self.running or self.waiting else -inf
-        self.due = at if at > now else inf
-        return at > now
+        if at <= now:
+            self.due = inf
+            return False
+        self.due = at
+        self._drought.nothing(now, True)
+        return True
 
-    def _plan(self, lane: Lane) -> SendPlan | None:
+    def _plan(self, lane: Lane, now: float) -> SendPlan | None:
         if self.stages > 1 and not self.policy.stays:
-            self._balance(lane)
+            self.balance.even_out(self, lane)
         self._ticks, self._grown, self._blocks = False, b"", []
         chunks = self.policy.choose(self, lane)
         ticks = self._ticks
@@ -138,8 +147,10 @@ class Replica:
             predicted_us = int(timed.seconds * 1e6)
         tokens = count
         finals = self._advance(record, chunks)
-        for _, taken in chunks:
+        attention = 0.0
+        for seq, taken in chunks:
             tokens += taken
+            attention += taken * (seq.computed - 0.5 * (taken - 1))
         plan = BatchPlan(
             self.epoch,
             self.step,
@@ -165,9 +176,30 @@ class Replica:
             if due is not None:
                 for seq in due.values():
                     self._settle(seq)
+        awaits = lane.awaits if count else -1
+        if count:
+            lane.awaits = record.step
         for seq in finals:
-            self._join(seq, lane)
-        return SendPlan(self.index, registers, plan, digest, tokens, count, kv_tokens, predicted_us=predicted_us)
+            self._join(seq, lane, record.step)
+        spare = 0
+        if self.stages > 1:
+            spare = spare_lanes(self, lane, chunks)
+            record.features = Features(tokens - count, attention, count, kv_tokens)
+        dry_us = self._drought.end(now)
+        return SendPlan(
+            self.index,
+            registers,
+            plan,
+            digest,
+            tokens,
+            count,
+            kv_tokens,
+            predicted_us,
+            attention,
+            dry_us,
+            awaits,
+            spare,
+        )
 
     def run_decodes(self, lane: Lane) -> int:
         """Let the decodes of ``lane`` run in the plan being made, and grow those that cross into a new block, at the
@@ -206,30 +238,31 @@ class Replica:
                 record.sole = seq.owner if not record.decodes and len(record.finals) == 1 else -1
         return record.finals
 
-    def _join(self, seq: Sequence, lane: Lane) -> None:
-        """``seq`` samples in the plan just made, of ``lane``: it decodes there or in the least loaded lane."""
+    def _join(self, seq: Sequence, lane: Lane, step: int) -> None:
+        """``seq`` samples in the plan just made, of ``lane``: let it decode there."""
         known = (len(seq.tokens) >> 2) + 1
         if known == seq.max_len:
             self._settle(seq)
             return
         seq.phase = Phase.DECODE
-        if self.stages > 1 and not self.policy.stays:
+        if lane.count >= self.limits.token_budget:
             lane = min(self.lanes, key=_load)
         lane.join(seq, known)
+        lane.awaits = step
         if self.budget is not None:
             self.budget.joined(seq)
 
-    def _balance(self, lane: Lane) -> None:
-        """Move decodes of ``lane`` to the emptiest lane until their counts differ by one at most."""
-        least = min(self.lanes, key=_load)
-        while lane.count - least.count > 1:
-            seq = self.owners[lane.highest_slot()]
-            assert seq is not None
-            known = seq.join_known + lane.tick - seq.join_tick
-            self._leave_lane(seq, lane)
-            least.join(seq, known)
-            if self.budget is not None:
-                self.budget.joined(seq)
+    def move(self, seq: Sequence, to: Lane) -> None:
+        """Let ``seq``, which decodes, do so in lane ``to`` from now on."""
+        lane = seq.lane
+        assert lane is not None
+        known = seq.planned + 1
+        self._leave_lane(seq, lane)
+        to.join(seq, known)
+        if to.awaits < lane.awaits:
+            to.awaits = lane.awaits
+        if self.budget is not None:
+            self.budget.joined(seq)
 
     def _leave_lane(self, seq: Sequence, lane: Lane) -> None:
         """Take ``seq`` out of ``lane``; results in flight that hold a token of it are remembered with it."""
@@ -356,6 +389,8 @@ class Replica:
             took = (result.ended_us - result.started_us) / 1e6
             starved = max(result.starved_us, starved_us) / 1e6
             self.budget.returned(record.timed, lane.index, record.ticks, lane.count > 0, took, starved, now)
+        if record.features is not None:
+            self.balance.learn(record.step, record.features, (result.ended_us - result.started_us) / 1e6)
         delivered = Delivered(self.index, record.step, live, ids, record.sole)
         ends = delivered.ends
         if self.ended:

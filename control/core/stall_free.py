@@ -62,6 +62,8 @@ def chunks_for(replica: Replica, decodes: int) -> Chunks:
         spare = limits.token_budget % limits.tile
         if spare < left:
             left -= spare
+    if replica.stages > 1:
+        left = replica.balance.room(replica, decodes, left)
     kept = left
     if prefills:
         owed = 0

@@ -649,7 +649,7 @@ def test_a_counter_never_falls_whatever_a_worker_says_of_its_clock() -> None:
     epoch = bring_up(sup)
     send(sup, epoch, 0, 1.0)
     sup.take(identity(0), Result(epoch, 0, 0, 0, (1 << 64) - 1, 0, 0), 1.1)
-    assert sup.sites[0].accounts[0].busy_us == 0
+    assert sup.sites[0].bubbles.accounts[0].busy_us == 0
 
 
 # ---- a worker that hangs out of sight --------------------------------------------------------------------------

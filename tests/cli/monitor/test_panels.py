@@ -67,18 +67,19 @@ def reply(instance: int = 7, **values: float) -> StatusReply:
 
 def test_rates_and_shares_are_differences_over_the_time_between() -> None:
     tracker = Tracker("x")
-    busy, late = (
-        'stage_busy_seconds_total{replica="0",stage="0"}',
-        'stage_plan_late_seconds_total{replica="0",stage="0"}',
+    busy = 'stage_busy_seconds_total{replica="0",stage="0"}'
+    late, pb1, pb3, no_work = (
+        f'stage_bubble_seconds_total{{replica="0",stage="0",cause="{cause}"}}'
+        for cause in ("plan_late", "pb1", "pb3", "no_work")
     )
-    first = tracker.take(reply(tokens_given_out_total=100, **{busy: 5.0, late: 1.0}), [], 0.0, 10.0)
+    first = tracker.take(reply(tokens_given_out_total=100, **{busy: 5.0, late: 1.0, pb1: 3.0}), [], 0.0, 10.0)
     assert first.output_rate is None and first.stages == [] and first.cache_hits is None
     second = tracker.take(
         reply(
             tokens_given_out_total=300,
             prefix_cache_queries_total=100,
             prefix_cache_hits_total=25,
-            **{busy: 6.5, late: 1.5, 'recent_tbt_seconds{quantile="0.5"}': 0.02},
+            **{busy: 6.0, late: 1.5, pb1: 3.2, pb3: 0.1, no_work: 0.2, 'recent_tbt_seconds{quantile="0.5"}': 0.02},
         ),
         [],
         0.0,
@@ -86,7 +87,10 @@ def test_rates_and_shares_are_differences_over_the_time_between() -> None:
     )
     assert second.output_rate == 100.0 and second.cache_hits == 0.25 and second.tbt == [0.02]
     ((stage),) = second.stages
-    assert (stage.replica, stage.stage, stage.busy, stage.late) == (0, 0, 0.75, 0.25)
+    assert (stage.replica, stage.stage, stage.busy, stage.late, stage.bubble) == (0, 0, 0.5, 0.25, 0.15)
+    line = next(line for line in drawn(second, 100, 24).splitlines() if line.startswith(" 0.0 "))
+    assert "busy  50.0%  bubble 15.0%  late 25.0%" in line
+    assert re.search(r" █+▒+!+·+  busy", line)
     for at in (13.0, 14.0, 15.0, 16.0):
         newest = tracker.take(reply(tokens_given_out_total=300), [], 0.0, at)
     assert newest.output_rate == 0.0, "what lies further back than the window is forgotten"
