@@ -6,11 +6,15 @@ is served. The limit beside them is the slowest full-budget iteration with that 
 chunk, driven on the same data plane without gateway, sockets or clients; the goal is to stay within 1.3 times of it.
 With a fixed token budget an iteration, and with it the gap, still grows with the context of the chunk.
 
-Run: python benchmarks/stall.py [--quick] [--json] [--budget N] [--dtype D] [--png FILE]
+With ``--tbt-slo 100ms`` (case ``budget: "slo"``) iterations are bounded by time instead. The limit is then twice the
+target, and the worst gap is the median of ``--runs`` (5) runs.
+
+Run: python benchmarks/stall.py [--quick] [--json] [--budget N | --tbt-slo T [--runs N]] [--dtype D] [--png FILE]
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
@@ -27,6 +31,7 @@ import httpx
 import report
 from evenflow.control.core.engine import Engine
 from evenflow.control.core.events import Limits, ReplicaUp, Returned, SendPlan, Submitted
+from evenflow.control.core.slo import parse_slo
 from evenflow.control.wire import Start, Submit, encode
 from evenflow.dataplane.executor import StageExecutor
 from evenflow.dataplane.model_runner import load_runner
@@ -187,9 +192,33 @@ def _picture(seen: Observed, budget: int, target: Path) -> None:
     figure.savefig(target, dpi=140, bbox_inches="tight")
 
 
+def _with_target(options: argparse.Namespace, prompts: tuple[int, ...]) -> int:
+    """The gaps under a budget in seconds, each run on a server of its own."""
+    goal = 2e3 * parse_slo(options.tbt_slo).classes[0].tbt
+    results = Report("stall")
+    worst: dict[int, list[float]] = {size: [] for size in (0, *prompts)}
+    tails: dict[int, list[float]] = {size: [] for size in (0, *prompts)}
+    for _ in range(options.runs or (1 if options.quick else 5)):
+        with served(MODEL, "--tbt-slo", options.tbt_slo, "--dtype", options.dtype) as server:
+            seen = asyncio.run(_observe(server.url, prompts, 3.0 if options.quick else 15.0))
+        for size, window in {0: seen.quiet, **seen.windows}.items():
+            gaps = seen.gaps(window)
+            worst[size].append(max(gaps))
+            tails[size].append(statistics.quantiles(gaps, n=100)[98])
+    for size in worst:
+        case: dict[str, object] = {"prompt": size, "budget": "slo", "target": options.tbt_slo, "dtype": options.dtype}
+        results.add(Row("p99_gap_ms", case, statistics.median(tails[size]), "ms"))
+        found = statistics.median(worst[size])
+        results.add(Row("worst_gap_ms", case, found, "ms", "twice the target", found / goal, 1.0, found <= goal))
+    results.show(options.json)
+    return 0
+
+
 def main() -> int:
     parser = report.arguments(__doc__)
     parser.add_argument("--budget", type=int, default=None, help="token budget (default 256, 64 with --quick)")
+    parser.add_argument("--tbt-slo", default=None, help="target for the time between tokens, such as 100ms")
+    parser.add_argument("--runs", type=int, default=None, help="with --tbt-slo: runs whose median counts (5)")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument(
         "--png", type=Path, default=Path("benchmarks/out/stall.png"), help="where to draw the timeline"
@@ -197,6 +226,8 @@ def main() -> int:
     options = parser.parse_args()
     budget = options.budget or (64 if options.quick else 256)
     prompts = QUICK_PROMPTS if options.quick else PROMPTS
+    if options.tbt_slo is not None:
+        return _with_target(options, prompts)
     with served(MODEL, "--token-budget", str(budget), "--dtype", options.dtype) as server:
         seen = asyncio.run(_observe(server.url, prompts, 3.0 if options.quick else 15.0))
     limit = _slowest_iterations(prompts, budget, options.dtype)

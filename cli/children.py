@@ -84,6 +84,10 @@ def control_argv(options: ServeOptions, run: RunDir, doors: Sequence[OpenDoor] =
         argv += ["--no-prefix-cache"]
     if options.prefill_share is not None:
         argv += ["--prefill-share", f"{options.prefill_share:g}"]
+    if options.tbt_slo is not None:
+        argv += ["--tbt-slo", options.tbt_slo]
+    if options.ttft_slo is not None:
+        argv += ["--ttft-slo", options.ttft_slo]
     if options.hang_timeout is not None:
         argv += ["--hang-timeout", f"{options.hang_timeout:g}"]
     return argv

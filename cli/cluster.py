@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from .errors import UsageError
-from .options import Network, ServeOptions, parse_bytes
+from .options import SLO_TOKENS, Network, ServeOptions, parse_bytes
 
 T = TypeVar("T")
 
@@ -65,6 +65,8 @@ def read_cluster(path: Path) -> ServeOptions:
             raise UsageError(f"{path} has both replicas and [[replica]]: say it once.")
         values["external"] = _external(path, replicas)
         values["replicas"] = len(replicas)
+    if "tbt_slo" in values:
+        values.setdefault("token_budget", SLO_TOKENS)
     values["network"] = _network(path, network)
     options = _convert(path, values, ServeOptions, "")
     if (path.parent / options.model).exists():

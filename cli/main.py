@@ -77,14 +77,15 @@ def serve(
         ),
     ] = 1,
     token_budget: Annotated[
-        int,
+        int | None,
         typer.Option(
             "--token-budget",
             "--max-num-batched-tokens",
             envvar=env("token_budget"),
+            show_default="256; 2048 with --tbt-slo",
             help="Most tokens in one iteration: bounds the gap between the tokens of a stream.",
         ),
-    ] = 256,
+    ] = None,
     max_num_seqs: Annotated[
         int,
         typer.Option(
@@ -148,6 +149,24 @@ def serve(
         Policy,
         typer.Option("--policy", envvar=env("policy"), help="What goes into an iteration: docs/scheduling.md."),
     ] = Policy.STALL_FREE,
+    tbt_slo: Annotated[
+        str | None,
+        typer.Option(
+            "--tbt-slo",
+            envvar=env("tbt_slo"),
+            metavar="DURATION",
+            help="Bound iterations by time: tokens of a stream come at most so far apart. 100ms, or by class.",
+        ),
+    ] = None,
+    ttft_slo: Annotated[
+        str | None,
+        typer.Option(
+            "--ttft-slo",
+            envvar=env("ttft_slo"),
+            metavar="DURATION",
+            help="With --tbt-slo: when first tokens are wanted. Until it is urgent, prefill takes half the room.",
+        ),
+    ] = None,
     prefill_share: Annotated[
         float | None,
         typer.Option(
@@ -218,7 +237,7 @@ def serve(
 ) -> None:
     """Serve MODEL over an OpenAI-compatible HTTP API until a signal."""
     from .launcher import serve as run_server
-    from .options import ServeOptions, check_model, parse_bytes, settle
+    from .options import SLO_TOKENS, ServeOptions, check_model, parse_bytes, settle
 
     options, notes = settle(
         ServeOptions(
@@ -226,7 +245,7 @@ def serve(
             served_model_name=served_model_name,
             stages=stages,
             replicas=replicas,
-            token_budget=token_budget,
+            token_budget=token_budget if token_budget is not None else SLO_TOKENS if tbt_slo else 256,
             max_num_seqs=max_num_seqs,
             block_size=block_size,
             max_model_len=max_model_len,
@@ -237,6 +256,8 @@ def serve(
             prefix_caching=enable_prefix_caching,
             policy=policy.value,
             prefill_share=prefill_share,
+            tbt_slo=tbt_slo,
+            ttft_slo=ttft_slo,
             generation_config=generation_config,
             drain_timeout=drain_timeout,
             hang_timeout=hang_timeout,

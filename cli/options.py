@@ -13,9 +13,13 @@ from pathlib import Path
 import psutil
 
 from ..control.core.bounds import POLICIES, WHOLE_PROMPTS
+from ..control.core.slo import parse_slo
 from ..control.wire.keys import KeyFault, Role, server_keys
 from ..control.wire.location import ModelNotFound, locate_model
 from .errors import MemoryShort, UsageError
+
+#: Most tokens of an iteration that time bounds, unless told.
+SLO_TOKENS = 2048
 
 #: The model name that starts scripted workers instead of real ones (for tests of the control plane).
 SCRIPTED = "scripted"
@@ -74,6 +78,9 @@ class ServeOptions:
     port: int = 8000
     prefix_caching: bool = True
     prefill_share: float | None = None
+    #: Targets for the time between tokens and to the first one, as ``core.slo.parse_slo`` reads them.
+    tbt_slo: str | None = None
+    ttft_slo: str | None = None
     generation_config: bool = True
     drain_timeout: float = 30.0
     hang_timeout: float | None = None
@@ -163,6 +170,8 @@ def _refuse(options: ServeOptions) -> str | None:
         return f"--hang-timeout {o.hang_timeout:g} must be more than 0 seconds."
     if o.prefill_share is not None and not 0 <= o.prefill_share < 1:
         return f"--prefill-share {o.prefill_share:g} must be at least 0 and less than 1."
+    if (problem := _refuse_slo(o)) is not None:
+        return problem
     if o.policy not in POLICIES:
         return f"--policy {o.policy} is not one of {', '.join(POLICIES)}."
     if o.worker_args and not o.scripted:
@@ -174,6 +183,18 @@ def _refuse(options: ServeOptions) -> str | None:
     if o.log_level not in LOG_LEVELS:
         return f"--log-level {o.log_level} is not one of {', '.join(LOG_LEVELS)}."
     return _refuse_network(o)
+
+
+def _refuse_slo(options: ServeOptions) -> str | None:
+    if options.tbt_slo is None:
+        return None if options.ttft_slo is None else "--ttft-slo needs --tbt-slo, which bounds the chunks."
+    if options.policy != "stall-free":
+        return f"--tbt-slo needs --policy stall-free: {options.policy} does not bound an iteration by its chunks."
+    try:
+        parse_slo(options.tbt_slo, options.ttft_slo)
+    except ValueError as error:
+        return f"{error}."
+    return None
 
 
 def _refuse_network(options: ServeOptions) -> str | None:

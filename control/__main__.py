@@ -12,6 +12,7 @@ from setproctitle import setproctitle
 
 from .core.bounds import POLICIES
 from .core.events import Limits
+from .core.slo import parse_slo
 from .logs import configure
 from .options import ControlOptions, Door
 from .server import serve
@@ -34,6 +35,8 @@ def _options(argv: list[str]) -> tuple[ControlOptions, argparse.Namespace]:
     parser.add_argument("--max-model-len", type=int, default=None)
     parser.add_argument("--no-prefix-cache", action="store_true")
     parser.add_argument("--policy", default=defaults.policy, choices=POLICIES)
+    parser.add_argument("--tbt-slo", default=None, help="target for the time between tokens, such as 100ms")
+    parser.add_argument("--ttft-slo", default=None, help="target for the time to the first token")
     parser.add_argument("--prefill-share", type=float, default=defaults.share)
     parser.add_argument("--hang-timeout", type=float, default=15.0)
     parser.add_argument("--drain-timeout", type=float, default=30.0)
@@ -52,6 +55,16 @@ def _options(argv: list[str]) -> tuple[ControlOptions, argparse.Namespace]:
     for name, least in (("replicas", 1), ("stages", 1), ("token_budget", 1), ("max_num_seqs", 1)):
         if getattr(args, name) < least:
             parser.error(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(args, name)}")
+    slo = None
+    if args.tbt_slo is not None:
+        if args.policy != "stall-free":
+            parser.error(f"--tbt-slo needs --policy stall-free, not {args.policy}")
+        try:
+            slo = parse_slo(args.tbt_slo, args.ttft_slo)
+        except ValueError as error:
+            parser.error(str(error))
+    elif args.ttft_slo is not None:
+        parser.error("--ttft-slo needs --tbt-slo")
     if not 0.0 <= args.prefill_share <= 1.0:
         parser.error(f"--prefill-share must be from 0 to 1, not {args.prefill_share}")
     limits = Limits(
@@ -60,6 +73,7 @@ def _options(argv: list[str]) -> tuple[ControlOptions, argparse.Namespace]:
         block_size=args.block_size,
         prefix_caching=not args.no_prefix_cache,
         share=args.prefill_share,
+        slo=slo,
         policy=args.policy,
     )
     options = ControlOptions(

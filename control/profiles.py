@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from .core.events import Limits
-from .core.slo import Slo
 from .core.timing import Features, TimeModel, attention_work
 from .wire import Sample
 
@@ -30,7 +29,7 @@ def slowest_profile(profiles: Iterable[list[Sample]]) -> list[Sample]:
 def expectation(profile: list[Sample], limits: Limits, stages: int) -> dict[str, object] | None:
     """What to expect of a replica with that profile, None without one: the longest gap between two tokens of a stream
     while prompts are prefilled beside it, at the beginning of a prompt and at the end of the longest."""
-    if not profile:
+    if not any(sample.prefill for sample in profile) or not any(sample.decodes for sample in profile):
         return None
     model = TimeModel()
     model.fit([(Features(s.prefill, s.attention, s.decodes, s.kv_tokens), s.took_us / 1e6) for s in profile])
@@ -52,16 +51,6 @@ def expectation(profile: list[Sample], limits: Limits, stages: int) -> dict[str,
             model, found.tbt / stages, limits.max_model_len, limits.token_budget
         )
     return told
-
-
-def unreachable(profile: list[Sample], slo: Slo, stages: int) -> list[str]:
-    """Classes whose target one decoding sequence alone would miss."""
-    if not profile:
-        return []
-    model = TimeModel()
-    model.fit([(Features(s.prefill, s.attention, s.decodes, s.kv_tokens), s.took_us / 1e6) for s in profile])
-    alone = stages * model.predict(Features(0, 0, 1, 1))
-    return [found.name for found in slo.classes if found.tbt < alone]
 
 
 def _chunk(tokens: int, computed: int) -> Features:

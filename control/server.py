@@ -35,6 +35,7 @@ from .host import Host, Timer
 from .loop_host import LoopHost
 from .merging import RETRY_S
 from .options import ControlOptions
+from .promises import Complaints
 from .refusals import refuse_frame
 from .sessions import MAX_CLIENTS, MAX_SUBSCRIBERS, Session, Sessions
 from .status import describe_service, request_rows, snapshot
@@ -92,6 +93,7 @@ class ControlServer:
         self._busy = False
         self._told_ready = False
         self._complained = 0.0
+        self._complaints = Complaints()
         self._second = 0.0
         self._now = host.now
         self._ticked = host.now()
@@ -397,6 +399,8 @@ class ControlServer:
             self._finish()
         if self._events is not None:
             self.telemetry.watch(self._events.watched())
+        if self.engine is not None and self.options.limits.slo is not None:
+            self._complaints.look(self.engine, now)
         # A descriptor that signals changes only may have signalled while nobody looked.
         self._workers.kick()
         self._clients.kick()

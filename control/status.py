@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from .bubbles import CAUSES
 from .core.engine import Engine
 from .core.sequence import Sequence
+from .promises import promise_figures
 from .supervision import Supervisor
 from .telemetry import Telemetry
 from .wire import PROTOCOL_VERSION, RequestRow, Welcome
@@ -85,7 +86,7 @@ def snapshot(
             for cause, idle_us in zip(CAUSES, account.causes, strict=True):
                 values[figure("stage_bubble_seconds_total", **place, cause=cause)] = idle_us / 1e6
     if engine is not None:
-        values |= _scheduled(engine) | _given(telemetry, now)
+        values |= _scheduled(engine) | promise_figures(engine) | _given(telemetry, now)
     return values
 
 

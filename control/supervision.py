@@ -23,7 +23,7 @@ from .core.events import Event, Limits, ReplicaLost, ReplicaUp, Returned, SendPl
 from .limits import settle_limits
 from .patience import patience
 from .places import CLAIM_S, Claim, Layout, host_name, misfit, no_such_place
-from .profiles import slowest_profile
+from .profiles import expectation, slowest_profile
 from .vacancies import Vacancies
 from .wire import (
     PROTOCOL_VERSION,
@@ -329,6 +329,8 @@ class Supervisor:
         self.epochs_begun += 1
         log.info("replica up", replica=site.index, epoch=site.epoch)
         profile = slowest_profile([p.profile for p in site.peers.values()])
+        if self.limits is not None and (expected := expectation(profile, self.limits, self.stages)) is not None:
+            log.info("predicted worst gap", replica=site.index, **expected)
         return [Occur(ReplicaUp(site.index, site.epoch, self.stages, site.num_blocks, site.num_slots, profile))]
 
     def _result(self, site: Site, peer: Peer, result: Result, now: float) -> list[Action]:

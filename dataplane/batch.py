@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..control.wire import Logprobs
+from ..control.wire import Logprobs, Sample
 from .extras import PromptTokens, RowExtras
 
 Int32 = NDArray[np.int32]
@@ -158,6 +158,12 @@ class Runner(Protocol):
         """Do once, before the first epoch, what only the first iterations would pay for: no request should meet it.
 
         ``tokens``: the largest iteration that will come. Leaves no trace in the cache.
+        """
+        ...
+
+    def profile(self, tokens: int) -> list[Sample]:
+        """What iterations of at most ``tokens`` tokens take, after ``warm_up`` and in about a second; empty if that
+        cannot be known. Leaves no trace in the cache.
         """
         ...
 

@@ -13,11 +13,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..control.wire import Sample
 from ..kernels.attention import AttentionBackend, AttnBatch, ReferenceAttention, kv_bytes_per_token
 from ..kernels.attention_cpu import CPUAttention
 from .batch import Computed, Finished, ModelInfo, SamplingRows, StageBatch, compute_now
 from .models.config import ModelError, describe_stage
 from .models.llama import LlamaStage
+from .profile import Shape, measure
 from .sampler import choose, prompt_logprobs
 from .weights import ModelSource, open_model
 
@@ -104,12 +106,18 @@ class ModelRunner:
         """A chunk of ``tokens`` tokens and a batch of decodes that write nothing: kernels are generated for their
         shapes, and memory is touched, before anybody waits for it."""
         for rows, each in ((1, min(tokens, self._info.max_model_len)), (min(8, tokens), 1)):
-            self._rehearse(rows, each)
+            self._rehearse(Shape(rows, each, 0))
 
-    def _rehearse(self, rows: int, each: int) -> None:
+    def profile(self, tokens: int) -> list[Sample]:
+        return measure(self._rehearse, tokens, self._info.max_model_len)
+
+    def _rehearse(self, shape: Shape) -> None:
+        rows, each, length = shape.rows, shape.each, shape.context + shape.each
         count = rows * each
-        positions = np.tile(np.arange(each, dtype=np.int64), rows)
-        blocks = -(-each // self._info.block_size)
+        positions = np.tile(np.arange(shape.context, length, dtype=np.int64), rows)
+        blocks = -(-length // self._info.block_size)
+        # As spread over the memory as in service, as far as there is so much of it.
+        table = np.arange(rows * blocks, dtype=np.int32).reshape(rows, blocks) % self._info.num_blocks
         sampling = None
         if self._stage.is_last:
             sampling = SamplingRows(
@@ -120,7 +128,7 @@ class ModelRunner:
                 min_p=np.zeros(rows, np.float32),
                 seed=np.zeros(rows, np.uint64),
                 index=np.zeros(rows, np.uint32),
-                position=np.full(rows, each, np.int64),
+                position=np.full(rows, length, np.int64),
             )
         batch = StageBatch(
             step=0,
@@ -129,12 +137,12 @@ class ModelRunner:
             num_decodes=rows if each == 1 else 0,
             cu_q=np.arange(0, count + 1, each, dtype=np.int32),
             positions=positions,
-            kv_len=np.full(rows, each, np.int32),
-            block_table=np.zeros((rows, blocks), np.int32),
+            kv_len=np.full(rows, length, np.int32),
+            block_table=table,
             write=np.full(count, -1, np.int64),
             ids=np.zeros(count, np.int64) if self._stage.is_first else None,
             sampling=sampling,
-            prompt_len=np.full(rows, each, np.int64),
+            prompt_len=np.full(rows, length, np.int64),
         )
         hidden = None if self._stage.is_first else np.zeros((count, self._info.hidden_bytes), np.uint8)
         self.run(batch, hidden)

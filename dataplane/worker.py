@@ -43,6 +43,7 @@ from ..control.wire import (
     Redial,
     Register,
     Resync,
+    Sample,
     Start,
     Started,
     ToWorker,
@@ -92,6 +93,7 @@ class Worker:
         self._replica = replica
         self._links: StageLinks | None = None
         self._warm = 0  #: the largest iteration that the runner has been warmed up for
+        self._profile: list[Sample] = []
         self._context = new_context()
         self._external = external
         self._meeting: Path | None = None
@@ -253,6 +255,7 @@ class Worker:
             if start.token_budget > self._warm:
                 self._executor.runner.warm_up(start.token_budget)
                 self._warm = start.token_budget
+                self._profile = self._executor.runner.profile(start.token_budget)
             width = self._executor.runner.info.hidden_bytes
             if self._external and start.stages > 1:
                 self._meeting = Path(start.links)
@@ -267,7 +270,7 @@ class Worker:
             self._poller.register(self._links.inbound, zmq.POLLIN)
         self._ended_us = now_us()
         log.info("epoch %d begins: %d blocks, budget %d", start.epoch, start.num_blocks, start.token_budget)
-        self._send(Started(epoch=start.epoch))
+        self._send(Started(start.epoch, self._profile))
 
     def _leave(self) -> None:
         self._executor.stop()

@@ -128,7 +128,7 @@ class Budget:
 
     def fit(self, samples: list[tuple[Features, float]]) -> None:
         """Begin from measurements made in advance, unless there are some from serving."""
-        if self.model.fitted:
+        if self.model.fitted or not any(features.prefill > 0.0 for features, _ in samples):
             return
         for features, _ in samples:
             features.prefill = float(self._padded(int(features.prefill), int(features.decodes)))

@@ -4,6 +4,7 @@ device's time is planned (``ScriptedRunner``) and the host's should be spent on 
 import numpy as np
 from numpy.typing import NDArray
 
+from ...control.wire import Sample
 from ..batch import Computed, Finished, ModelInfo, StageBatch, compute_now
 
 
@@ -26,6 +27,9 @@ class BlankRunner:
 
     def start(self, num_blocks: int) -> None:
         """There is nothing to forget."""
+
+    def profile(self, tokens: int) -> list[Sample]:
+        return []
 
     def warm_up(self, tokens: int) -> None:
         """There is nothing that gets faster."""

@@ -11,7 +11,9 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from ...control.wire import Sample
 from ..batch import Finished, ModelInfo, Runner, StageBatch
+from ..profile import SHAPES
 from .alarm import Alarm
 
 #: Work between two iterations shorter than this does not delay the device's timeline: a device has a queue.
@@ -82,6 +84,19 @@ class ScriptedRunner:
 
     def warm_up(self, tokens: int) -> None:
         self._inner.warm_up(tokens)
+
+    def profile(self, tokens: int) -> list[Sample]:
+        return [
+            Sample(
+                shape.prefill,
+                shape.attention,
+                shape.decodes,
+                shape.kv_tokens,
+                _microseconds(self._step_s + self._per_token_s * shape.tokens),
+            )
+            for shape in SHAPES
+            if shape.tokens <= tokens and (self._step_s or self._per_token_s)
+        ]
 
     def launch(self, batch: StageBatch, hidden: NDArray[np.uint8] | None) -> None:
         now = self._clock()

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ...control.wire import Logprobs, Sampling
+from ...control.wire import Logprobs, Sample, Sampling
 from ...control.wire.client import GREEDY
 from ..batch import Computed, Finished, Int64, ModelInfo, StageBatch, compute_now
 from .made_up import Row, made_up_logprobs, made_up_row
@@ -108,6 +108,9 @@ class ShadowRunner:
         shape = (num_blocks, self._info.block_size)
         self._layer_a = np.full(shape, _UNWRITTEN)
         self._layer_b = np.full(shape, _UNWRITTEN)
+
+    def profile(self, tokens: int) -> list[Sample]:
+        return []
 
     def warm_up(self, tokens: int) -> None:
         """There is nothing that gets faster."""

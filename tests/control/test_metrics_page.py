@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from evenflow.control.core.events import Limits
+from evenflow.control.core.slo import parse_slo
 from evenflow.control.gateway.metrics import Metrics
 from evenflow.control.loop_host import LoopHost
 from evenflow.control.options import ControlOptions
@@ -21,7 +22,9 @@ def control_reply(folder: Path, monkeypatch: pytest.MonkeyPatch) -> StatusReply:
     """The status of a control process that has served a request and refused another."""
 
     async def main() -> StatusReply:
-        options = ControlOptions(f"ipc://{folder}/w", f"ipc://{folder}/c", str(folder), Limits())
+        options = ControlOptions(
+            f"ipc://{folder}/w", f"ipc://{folder}/c", str(folder), Limits(slo=parse_slo("100ms"))
+        )
         server = ControlServer(options, LoopHost(asyncio.get_running_loop()))
         for intake in (server._workers, server._clients):
             monkeypatch.setattr(intake, "send", lambda identity, frames: "sent")
