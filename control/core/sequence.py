@@ -15,6 +15,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from ..wire import Sampling, Submit
+from ..wire.fields import MAX_TOKENS
 
 if TYPE_CHECKING:
     from .blocks import Node
@@ -81,7 +82,8 @@ class Sequence:
         self.tokens = bytes(submit.tokens)  #: u32 little-endian, the known ids that have been collected
         self.prompt_len = submit.prompt_len
         self.max_len = max_len  #: prompt and output, at most
-        self.min_len = submit.prompt_len + submit.min_tokens
+        # No sequence is longer, so what is beyond means the same: and this is what a message can say.
+        self.min_len = min(submit.prompt_len + submit.min_tokens, MAX_TOKENS)
         self.sampling: Sampling = submit.sampling
         self.stop_ids = submit.stop_ids
         self.salt = submit.salt

@@ -27,7 +27,7 @@ from evenflow.control.core.events import (
 from evenflow.control.core.integrity import check_integrity
 from evenflow.control.core.sequence import Phase
 from evenflow.control.core.vocabulary import too_large
-from evenflow.control.wire import Result, Submit, encode
+from evenflow.control.wire import Result, Submit, decode_from_client, decode_to_worker, encode
 from evenflow.dataplane.simulated.shadow import shadow_tokens
 from hypothesis import given
 from hypothesis import strategies as st
@@ -131,6 +131,17 @@ def test_sec_1_a_sequence_that_is_said_to_have_stopped_twice_ends_once() -> None
     ends = [ended for effect in effects if isinstance(effect, Delivered) for ended in effect.ends]
     assert [ended.reason for ended in ends] == ["stop"] and not engine.requests
     check_integrity(engine)
+
+
+def test_sec_1_what_a_worker_is_told_of_the_most_that_a_client_may_say_is_a_message() -> None:
+    """Else the worker refuses the plan, and the epoch is lost to everybody."""
+    engine = Engine(Limits())
+    engine.step(ReplicaUp(0, 1, 1, 64, 16), 0.0)
+    submit = Submit(1, "r" * 256, u32(prompt(10)), 10, 1 << 21, stop_ids=tuple(range(64)), min_tokens=1 << 21)
+    plan, *_ = engine.step(Submitted(0, decode_from_client(encode(submit))), 0.0)
+    assert isinstance(plan, SendPlan)
+    (register,) = plan.registers
+    assert decode_to_worker(encode(register)) == register and register.min_len == 1 << 21
 
 
 # ---- what a worker must not be given -------------------------------------------------------------------------
