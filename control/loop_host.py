@@ -14,7 +14,7 @@ from .intake import Intake
 from .options import ControlOptions
 from .publisher import Publisher
 from .wire.keys import Role
-from .wire.sockets import Socket, bind_clients, bind_router, close_context, new_context
+from .wire.sockets import DEFAULT_HWM, Socket, bind_clients, bind_router, close_context, new_context
 
 
 class LoopHost:
@@ -48,7 +48,8 @@ class SocketPorts:
         self, loop: asyncio.AbstractEventLoop, options: ControlOptions, from_worker: Take, from_client: Take
     ) -> None:
         self._context = new_context()
-        self.workers = Intake(loop, bind_router(self._context, options.workers, hwm=65_536), from_worker)
+        workers = bind_router(self._context, options.workers, hwm=65_536, receive_hwm=DEFAULT_HWM)
+        self.workers = Intake(loop, workers, from_worker)
         self.clients = Intake(loop, bind_clients(self._context, options.clients), from_client)
         self.events = Publisher(self._context, options.events) if options.events else None
         self.guard: Gatekeeper | None = None

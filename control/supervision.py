@@ -197,6 +197,10 @@ class Supervisor:
             self.refused += 1
             problem = f"protocol version {hello.version}, this control process speaks {PROTOCOL_VERSION}"
             return [Post(identity, Fatal(problem))]
+        if self._launcher is not None and self._launcher != identity:
+            # Whoever is there keeps the part. If it is gone, sending to it tells, and the other will ask again.
+            self.refused += 1
+            return [Post(self._launcher, Heartbeat(0, self._instance))]
         self._launcher = identity
         return []
 

@@ -38,7 +38,7 @@ CLIENT_HWM = 256
 EVENTS_HWM = 256
 #: A subscriber has nothing to say but its subscriptions, and few of them.
 _SUBSCRIPTIONS_HWM = 2
-_MAX_SUBSCRIPTION_BYTES = 1024
+_MAX_SUBSCRIPTION_BYTES = 128
 #: How soon a lost connection is tried again, in milliseconds, and the slowest retry.
 _RECONNECT_MS = 20
 _RECONNECT_MAX_MS = 500
@@ -94,16 +94,19 @@ def bind_router(
     handover: bool = True,
     hwm: int = DEFAULT_HWM,
     send_hwm: int | None = None,
+    receive_hwm: int | None = None,
     insecure: bool = False,
 ) -> Socket:
     """A ROUTER on ``endpoint``. With ``handover`` a peer that dials again under its old name replaces itself.
-    ``hwm`` bounds its queues, ``send_hwm`` those of what it sends.
+    ``hwm`` bounds its queues, ``send_hwm`` those of what it sends, ``receive_hwm`` those of what it has not read.
 
     ``insecure``: a ``tcp://`` endpoint may be without keys. ``bind_tcp`` is for one with them.
     """
     router = _make(context, zmq.ROUTER, hwm)
     if send_hwm is not None:
         router.setsockopt(zmq.SNDHWM, send_hwm)
+    if receive_hwm is not None:
+        router.setsockopt(zmq.RCVHWM, receive_hwm)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)
     router.setsockopt(zmq.ROUTER_HANDOVER, int(handover))
     return _bind(router, endpoint, insecure)

@@ -339,6 +339,17 @@ def test_the_launcher_is_not_taken_for_a_worker() -> None:
     assert sup.take(b"launcher", Heartbeat(), 0.0) == []
 
 
+def test_sec_1_there_is_one_launcher_until_it_is_gone() -> None:
+    sup = supervisor()
+    bring_up(sup)
+    hello_ = LauncherHello(PROTOCOL_VERSION, 1)
+    sup.take(b"launcher", hello_, 0.0)
+    assert sup.take(b"stranger", hello_, 1.0) == [Post(b"launcher", Heartbeat(0, INSTANCE))] and sup.refused == 1
+    assert posted(sup.take(b"stranger", WorkerExited(0, 1, 0, 101, -9), 1.0), Redial) and sup.ready
+    assert sup.gone(b"launcher", 1.1) == []
+    assert sup.take(b"stranger", hello_, 2.0) == [] and sup.take(b"stranger", Heartbeat(), 2.0) == []
+
+
 # ---- results -------------------------------------------------------------------------------------------------
 
 
