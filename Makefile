@@ -2,6 +2,7 @@
 # make test    install what is missing, check style and types, run the whole suite
 # make soak    ten minutes of everything at once, kills among it; then 10,000 schedules of the decision core
 # make faults  10,000 seeds of the fault simulator, 1,000 events each, and the mistakes that it must find; ARGS="--json"
+# make fuzz    a million hostile frames to every socket of a running system; ARGS="--seed 1" are others
 # make bench   the benchmarks beside their rivals
 # make peers   the rivals' environment, for benchmarks/control_plane.py (3.5 GB, some ten minutes)
 #
@@ -20,7 +21,7 @@ INSTALLED := .venv/.installed
 CORE := .venv/.core
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
-.PHONY: serve test soak faults bench peers clean
+.PHONY: serve test soak faults fuzz bench peers clean
 
 serve: $(CORE)
 	$(BIN)/evenflow serve smollm2-135m $(ARGS)
@@ -38,6 +39,9 @@ soak: $(CORE)
 faults: $(CORE)
 	$(BIN)/python tests/faults --seeds 10000 --events 1000 $(ARGS)
 	EVENFLOW_PURE=1 $(BIN)/python tests/faults --hunt --seeds 300 $(ARGS)
+
+fuzz: $(CORE)
+	$(BIN)/python tests/e2e/fuzz.py $(ARGS)
 
 bench: $(CORE)
 	set -e; for program in $(BENCHMARKS); do echo "== $$program"; $(BIN)/python $$program $(ARGS); done
