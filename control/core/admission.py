@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from ..wire import Register
-from .blocks import NO_MATCH
+from .blocks import NO_MATCH, BlockPool, Match
 from .packing import pack_u32
 from .sequence import Phase, Sequence
 
@@ -48,23 +48,67 @@ def admit(replica: Replica, room: int) -> Sequence | None:
     return None
 
 
+def make_way(replica: Replica) -> None:
+    """Preempt for the head what the order puts behind it, if the head waits for a place or for blocks and that gives
+    it both. Called before a plan is made."""
+    waiting = replica.waiting
+    if not len(waiting) or not replica.free_slots or replica.alone is not None:
+        return
+    head = waiting.head()
+    if head.deaths > 1 or not waiting.outranks(head):
+        return
+    short = -_spare(replica, head)
+    if replica.pool.held:
+        short += replica.watermark
+    if short <= 0 and len(replica.running) < replica.max_running:
+        return
+    chosen: list[Sequence] = []
+    for seq in waiting.victims(head, replica.running):
+        chosen.append(seq)
+        short -= replica.pool.releasable(seq)
+        if short <= 0:
+            break
+    if short <= 0:
+        for seq in chosen:
+            replica.preempt(seq)
+
+
+def _match(pool: BlockPool, seq: Sequence) -> Match:
+    # Log-probabilities of a prompt need every position computed.
+    return pool.match(seq.tokens, seq.salt) if seq.sampling.prompt_logprobs < 0 else NO_MATCH
+
+
+def _blocks(replica: Replica, seq: Sequence) -> int:
+    """Blocks that ``seq`` starts with, cached ones included."""
+    # The last token's KV is never written.
+    tokens = seq.max_len - 1 if replica.policy.reserves else len(seq.tokens) >> 2
+    return -(-tokens // replica.pool.block_size)
+
+
+def _spare(replica: Replica, seq: Sequence) -> int:
+    """Blocks that would be left if ``seq`` started; negative if too few are there."""
+    pool = replica.pool
+    match = _match(pool, seq)
+    return len(pool.free) + pool.evictable - match.idle + match.blocks - _blocks(replica, seq)
+
+
 def _start(replica: Replica, seq: Sequence) -> bool:
     """Give ``seq`` a slot and its blocks, and have workers told, if the blocks are there."""
     pool = replica.pool
     known = len(seq.tokens) >> 2
-    # The last token's KV is never written.
-    most = seq.max_len - 1 if replica.policy.reserves else known
-    # Log-probabilities of a prompt need every position computed.
-    match = pool.match(seq.tokens, seq.salt) if seq.sampling.prompt_logprobs < 0 else NO_MATCH
-    need = -(-most // pool.block_size) - match.blocks
+    match = _match(pool, seq)
+    need = _blocks(replica, seq) - match.blocks
     spare = len(pool.free) + pool.evictable - match.idle - need
     if spare < 0 or (spare < replica.watermark and pool.held):
         return False
-    replica.waiting.remove(seq)
+    waiting = replica.waiting
+    waiting.remove(seq)
     if match.blocks:
         pool.claim(seq, match)
     seq.table += pool.alloc(need)
     cached = seq.computed = match.blocks * pool.block_size
+    seq.phase = Phase.PREFILL
+    waiting.started(seq)
     if not seq.generation:
         seq.cached = cached
     replica.cache_queries += known
@@ -72,10 +116,8 @@ def _start(replica: Replica, seq: Sequence) -> bool:
     slot = heappop(replica.free_slots)
     replica.generations[slot] += 1
     seq.slot, seq.generation = slot, replica.generations[slot]
-    seq.phase = Phase.PREFILL
     replica.owners[slot] = seq
     replica.running[seq] = None
-    replica.waiting.started(seq)
     prefills = replica.prefills
     if not prefills or prefills[-1].place < seq.place:
         prefills.append(seq)

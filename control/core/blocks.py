@@ -186,6 +186,16 @@ class BlockPool:
         seq.table = []
         seq.dups = []
 
+    def releasable(self, seq: Sequence) -> int:
+        """Blocks that the release of ``seq`` alone makes available."""
+        count = len(seq.table) - seq.named + len(seq.dups)
+        node = seq.node
+        while node is not None and node.parent is not None:
+            if node.refs == 1:
+                count += len(node.blocks)
+            node = node.parent
+        return count
+
     def _take(self, node: Node, count: int) -> Node:
         """Reference the first ``count`` blocks of ``node``, splitting it if it has more; returns their node."""
         if count < len(node.blocks):

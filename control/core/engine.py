@@ -14,6 +14,7 @@ from ..wire import Submit
 from .biases import bias_problem
 from .bounds import WHOLE_PROMPTS
 from .budget import Budget
+from .drain import Drain
 from .events import (
     Aborted,
     Delivered,
@@ -30,6 +31,8 @@ from .events import (
     Submitted,
     Wake,
 )
+from .expiry import Expiry
+from .orders import assign, make_ledger
 from .replica import Replica
 from .sequence import Phase, Sequence
 from .slo import set_targets, slo_problem
@@ -57,6 +60,10 @@ class Engine:
         self.homeless: list[Sequence] = []  #: no replica is up; by admission order
         self.parked: dict[Sequence, list[Sequence]] = {}  #: by leader: those that wait for its prompt's blocks
         self.counters: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
+        self.ledger = make_ledger(limits)
+        self.expiry = Expiry()
+        self.drain = Drain()
+        self._departed = (0, 0)  #: requests, and their tokens, that left the queues of replicas that are gone
         self.now = 0.0  #: the time of the present step
         self._wake = inf  #: when the last ``Wake`` asked to be stepped
         self._order = 0
@@ -78,8 +85,12 @@ class Engine:
         plans before tokens."""
         late: list[Effect] = []
         self.now = now
+        if now >= self.drain.due:
+            self.drain.sample(now, *self._departures())
         self._handlers[type(event)](event, late)
         effects: list[Effect] = []
+        if self.expiry.next() <= now:
+            self._expire(late)
         if self.parked:
             self._unpark(late)
         wake = inf
@@ -91,6 +102,7 @@ class Engine:
                 late.append(replica.take_ended())
             if replica.due < wake:
                 wake = replica.due
+        wake = min(wake, self.expiry.next())
         if wake != self._wake:
             self._wake = wake
             if wake < inf:
@@ -114,7 +126,7 @@ class Engine:
         problem = self._problem(owner, submit, most)
         if problem is not None:
             code, field, message = problem
-            retry = 1000 if code == "overloaded" else 0
+            retry = self._retry_ms(field, submit.prompt_len) if code == "overloaded" else 0
             effects.append(Rejected(owner, submit.key, code, field, message, retry))
             return
         wanted = submit.prompt_len + submit.max_tokens if submit.max_tokens else most
@@ -132,6 +144,12 @@ class Engine:
             self.counters["finished"] += 1
             effects.append(Delivered(-1, 0, b"", b"", owner, [], [Ended(seq, -1, "length")]))
             return
+        seq.arrived = self.now
+        assign(seq, submit, self.limits, self.ledger)
+        if submit.deadline_ms:
+            self.expiry.watch(seq, self.now + submit.deadline_ms / 1000, "deadline")
+        if self.limits.queue_timeout and seq.known == seq.prompt_len:
+            self.expiry.watch(seq, self.now + self.limits.queue_timeout, "queue_timeout")
         owned = self.requests.get(owner)
         if owned is None:
             self.requests[owner] = {submit.key: seq}
@@ -160,6 +178,9 @@ class Engine:
         problem = slo_problem(submit, limits.slo)
         if problem is not None:
             return problem
+        if submit.priority and limits.admission != "priority":
+            text = f"priority must be 0 where requests are admitted by {limits.admission}, not {submit.priority}"
+            return "invalid", "priority", text
         if prompt >= most:
             where = "the model's length"
             if most < self._longest:
@@ -174,10 +195,7 @@ class Engine:
         if known > prompt:
             # A continuation was taken on before: it is not refused for being many.
             return None
-        waiting, tokens = len(self.homeless) + sum(map(len, self.parked.values())), 0
-        for replica in self._ready:
-            waiting += len(replica.waiting)
-            tokens += replica.waiting.tokens
+        waiting, tokens = self._queued()
         if waiting >= limits.max_queued:
             return "overloaded", "max_queued", f"{waiting} requests are waiting, the most that may"
         if tokens and tokens + prompt > limits.max_queued_tokens:
@@ -187,6 +205,45 @@ class Engine:
                 f"{tokens} tokens are waiting; with this request's more than may",
             )
         return None
+
+    def _queued(self) -> tuple[int, int]:
+        """Requests that wait, and known tokens of those that wait on a replica."""
+        waiting, tokens = len(self.homeless) + sum(map(len, self.parked.values())), 0
+        for replica in self._ready:
+            waiting += len(replica.waiting)
+            tokens += replica.waiting.tokens
+        return waiting, tokens
+
+    def _departures(self) -> tuple[int, int]:
+        """Requests, and their tokens, that have left the queues so far."""
+        requests, tokens = self._departed
+        for replica in self._ready:
+            requests += replica.waiting.departures
+            tokens += replica.waiting.departed_tokens
+        return requests, tokens
+
+    def _retry_ms(self, field: str, prompt: int) -> int:
+        """When a request of ``prompt`` tokens that ``field`` kept out may come again."""
+        waiting, tokens = self._queued()
+        excess = waiting + 1 - self.limits.max_queued
+        excess_tokens = tokens + prompt - self.limits.max_queued_tokens if field == "max_queued_tokens" else 0
+        return self.drain.retry_ms(self.now, *self._departures(), excess, excess_tokens)
+
+    def retry_ms(self) -> int:
+        """What a request that the queue has no place for is told at present: milliseconds."""
+        return self.drain.retry_ms(
+            self.now, *self._departures(), max(1, self._queued()[0] + 1 - self.limits.max_queued), 0
+        )
+
+    def _expire(self, effects: list[Effect]) -> None:
+        """End what has run out of time, wherever it is."""
+        for seq, reason in self.expiry.due(self.now):
+            waited = self.now - seq.arrived
+            if reason == "deadline":
+                message = f"the request did not end by its deadline, {waited:.1f} s after it came"
+            else:
+                message = f"the request waited {waited:.1f} s without being begun, the most that any may"
+            self._end(seq, reason, effects, message)
 
     def _aborted(self, event: Aborted, effects: list[Effect]) -> None:
         seq = self.requests.get(event.owner, {}).get(event.key)
@@ -218,6 +275,8 @@ class Engine:
         for ended in delivered.ends:
             if ended.reason != "paused":
                 seq = ended.seq
+                if seq.account is not None and self.ledger is not None:
+                    self.ledger.close(seq)
                 owned = self.requests.get(seq.owner)
                 if owned is not None and owned.pop(seq.key, None) is not None:
                     self.counters["finished"] += 1
@@ -281,7 +340,10 @@ class Engine:
             self._replica_lost(ReplicaLost(event.replica), effects)
         limits = self.limits
         budget = self._budget(event) if limits.slo is not None else None
-        replica = Replica(event.replica, event.epoch, event.stages, event.num_blocks, event.num_slots, limits, budget)
+        blocks, slots = event.num_blocks, event.num_slots
+        replica = Replica(event.replica, event.epoch, event.stages, blocks, slots, limits, budget, self.ledger)
+        if self.ledger is not None:
+            self.ledger.pool_tokens += event.num_blocks * limits.block_size
         self.replicas[event.replica] = replica
         self._ready = list(self.replicas.values())
         # The last token's KV is never written.
@@ -322,6 +384,10 @@ class Engine:
             return
         self._ready = list(self.replicas.values())
         counters = self.counters
+        queue = replica.waiting
+        self._departed = (self._departed[0] + queue.departures, self._departed[1] + queue.departed_tokens)
+        if self.ledger is not None:
+            self.ledger.pool_tokens -= replica.pool.num_blocks * self.limits.block_size
         counters["preemptions"] += replica.preemptions
         counters["iterations"] += replica.step
         counters["cache_queries"] += replica.cache_queries

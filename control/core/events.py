@@ -13,6 +13,9 @@ from ..wire import BatchPlan, Logprobs, Register, Result, Sample, Submit
 from .sequence import Sequence
 from .slo import Slo
 
+#: In which order requests are admitted and, from its end, preempted (see ``orders``).
+ADMISSIONS = ("fcfs", "priority", "deadline", "fair")
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -24,6 +27,9 @@ class Limits:
     ``prefix_limit``: longer prompts share cached blocks only with prompts of their own length; 0: no such limit.
     ``slo``: with it, iterations are bounded by time and ``token_budget`` is only what workers can compute.
     ``max_num_seqs``: admitted sequences of a replica. ``overtakes``: how often a blocked head may be passed.
+    ``admission``: the order, one of ``ADMISSIONS``. ``patience`` (seconds): what a step of priority is worth in
+    waiting, or the deadline of requests that name none. ``tenant_weights``: of tenants whose weight is not 1.
+    ``queue_timeout`` (seconds): a request that has not run by then ends; 0 for never.
     """
 
     token_budget: int = 256
@@ -40,6 +46,10 @@ class Limits:
     prefix_limit: int = 0
     policy: str = "stall-free"
     slo: Slo | None = None
+    admission: str = "fcfs"
+    patience: float = 60.0
+    tenant_weights: tuple[tuple[str, float], ...] = ()
+    queue_timeout: float = 0.0
 
 
 class Submitted(Struct, frozen=True):

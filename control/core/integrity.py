@@ -21,6 +21,7 @@ def check_integrity(engine: Engine) -> None:
     """Raise ``IntegrityError`` at the first invariant that does not hold."""
     for replica in engine.replicas.values():
         check_replica(replica)
+    _check_accounts(engine)
     located = Counter(s for r in engine.replicas.values() for s in [*r.running, *r.settling, *r.waiting])
     located.update(engine.homeless)
     for leader, followers in engine.parked.items():
@@ -47,12 +48,7 @@ def check_replica(replica: Replica) -> None:
             replica.pool.blocks_for(seq.planned) <= len(seq.table) <= replica.pool.blocks_for(seq.max_len),
             f"{seq}: {len(seq.table)} blocks for {seq.planned} tokens",
         )
-    for name in ("prefills", "waiting"):
-        places = [s.place for s in getattr(replica, name)]
-        _require(places == sorted(set(places)), f"{name} is not in admission order")
-    if replica.running:
-        last = max(replica.running, key=lambda s: s.place)
-        _require(replica.waiting.last() is last, f"{last} is not the next to be preempted")
+    _check_order(replica)
     _require(len(replica.running) <= replica.max_running, "more sequences than the limit")
     for seq in [*replica.waiting, *replica.settling]:
         _require(not seq.table and not seq.node and not seq.dups, f"{seq} holds blocks")
@@ -69,6 +65,44 @@ def check_replica(replica: Replica) -> None:
     _require(len(replica.inflight) <= replica.stages + 1, "too many plans in flight")
     if not replica.running and not replica.settling:
         _require(replica.pool.available == replica.pool.num_blocks, "idle, but blocks are held")
+
+
+def _check_order(replica: Replica) -> None:
+    def place(seq: Sequence) -> tuple[float, int]:
+        return seq.place if seq.account is None else (seq.account.counter, seq.order)
+
+    prefills = [seq.place for seq in replica.prefills]
+    _require(prefills == sorted(set(prefills)), "prefills are not in admission order")
+    queue = replica.waiting
+    waiting = list(queue)
+    _require(len(waiting) == len(queue), f"the queue counts {len(queue)}, {len(waiting)} wait")
+    if waiting and waiting[0].account is None:
+        places = [seq.place for seq in waiting]
+        _require(places == sorted(set(places)), "the queue is not in admission order")
+    if waiting:
+        _require(queue.head() is min(waiting, key=place), "the head is not the first of those that wait")
+    if replica.running:
+        last = max(replica.running, key=place)
+        _require(queue.last() is last, f"{last} is not the next to be preempted")
+
+
+def _check_accounts(engine: Engine) -> None:
+    """Each account counts what is on it."""
+    ledger = engine.ledger
+    if ledger is None:
+        return
+    everyone = [seq for requests in engine.requests.values() for seq in requests.values()]
+    sequences = Counter(seq.account for seq in everyone)
+    waiting = Counter(seq.account for replica in engine.replicas.values() for seq in replica.waiting)
+    decoding = Counter(seq.account for seq in everyone if seq.lane is not None)
+    for account in ledger.accounts.values():
+        found = sequences.pop(account, 0), waiting[account], decoding[account]
+        counted = account.sequences, account.waiting, account.decoding
+        _require(found == counted, f"{account.name} has {found} sequences, waiting, decoding; it counts {counted}")
+    _require(not sequences, "a sequence is on no account")
+    _require(ledger.queues == [r.waiting for r in engine.replicas.values()], "the ledger knows other queues")
+    tokens = sum(r.pool.num_blocks * r.pool.block_size for r in engine.replicas.values())
+    _require(ledger.pool_tokens == tokens, "the ledger miscounts the pools")
 
 
 def _check_lane(lane: Lane, replica: Replica) -> set[Sequence]:

@@ -80,6 +80,8 @@ class Lane:
         self.count += 1
         self.kv_base += known - tick
         self.owners[seq.owner] = self.owners.get(seq.owner, 0) + 1
+        if seq.account is not None:
+            seq.account.joined(self)
         if len(seq.table) * self.block_size < seq.max_len - 1:
             seq.bucket = (tick - known + 1) % self.block_size
             self.grow[seq.bucket][slot] = seq.table
@@ -101,6 +103,8 @@ class Lane:
         self.bitmap[slot >> 3] &= ~(1 << (slot & 7))
         self.count -= 1
         self.kv_base -= seq.join_known - seq.join_tick
+        if seq.account is not None:
+            seq.account.left(self)
         owners = self.owners
         left = owners[seq.owner] - 1
         if left:

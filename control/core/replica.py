@@ -18,13 +18,15 @@ from operator import attrgetter
 from ..wire import BatchPlan, Register, Result
 from ..wire.digest import audit_digest, audited, is_audited
 from . import logprobs
-from .admission import admit
+from .admission import admit, make_way
 from .balance import Balance, Drought, spare_lanes
 from .blocks import BlockPool
 from .budget import Budget
 from .events import Delivered, Ended, Limits, OutOfStep, SendPlan
+from .fair import Ledger
 from .inflight import InFlight
 from .lane import Lane
+from .orders import make_queue
 from .packing import pack_u16, pack_u32
 from .policies import make_policy
 from .policy import Chunks
@@ -48,6 +50,7 @@ class Replica:
         num_slots: int,
         limits: Limits,
         budget: Budget | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         self.index = index
         self.epoch = epoch
@@ -56,7 +59,7 @@ class Replica:
         self.budget = budget  #: in seconds; None: it is ``limits.token_budget``
         self.pool = BlockPool(num_blocks, limits.block_size, limits.prefix_caching)
         self.lanes = [Lane(i, num_slots, limits.block_size) for i in range(stages)]
-        self.waiting = WaitingQueue()
+        self.waiting = make_queue(limits, ledger)
         self.prefills: list[Sequence] = []  #: admitted, chunks to be planned; by admission order
         self.running: dict[Sequence, None] = {}  #: PREFILL and DECODE
         self.settling: dict[Sequence, None] = {}
@@ -104,6 +107,7 @@ class Replica:
         stages = self.stages
         if len(self.inflight) > stages or (self.budget is not None and self._waits(self.budget, now)):
             return None
+        make_way(self)
         preempted = -1
         while preempted != self.preemptions:
             # Planning one lane can preempt work of another, which changes what the lanes before it could do.
@@ -209,7 +213,7 @@ class Replica:
         pool = self.pool
         crossing = lane.grow[lane.tick % lane.block_size]
         while len(crossing) > pool.available:
-            self._preempt(self.waiting.last())
+            self.preempt(self.waiting.last())
         self._ticks = True
         self._grown = pack_u16(crossing)
         self._blocks = blocks = pool.alloc(len(crossing))
@@ -324,7 +328,8 @@ class Replica:
         self.owners[slot] = None
         heappush(self.free_slots, slot)
 
-    def _preempt(self, seq: Sequence) -> None:
+    def preempt(self, seq: Sequence) -> None:
+        """Let ``seq``, which runs, wait again: its blocks go, its tokens stay."""
         self.preemptions += 1
         self._settle(seq)
         if not seq.pending:
@@ -473,6 +478,7 @@ class Replica:
             if seq in suspects:
                 seq.deaths += 1
                 seq.doubt_len = seq.known
+        self.waiting.close()
         self.waiting, self.prefills, self.running, self.settling = WaitingQueue(), [], {}, {}
         self.inflight.clear()
         self.ended = []

@@ -19,6 +19,7 @@ from ..wire.fields import MAX_TOKENS
 
 if TYPE_CHECKING:
     from .blocks import Node
+    from .fair import Account
     from .lane import Lane
 
 
@@ -36,6 +37,8 @@ class Sequence:
     """A request's single sequence, in the order of arrival (``order``) among all."""
 
     __slots__ = (
+        "account",
+        "arrived",
         "bucket",
         "cached",
         "chunk",
@@ -61,6 +64,7 @@ class Sequence:
         "pending",
         "phase",
         "place",
+        "priority",
         "prompt_len",
         "request",
         "salt",
@@ -75,7 +79,11 @@ class Sequence:
 
     def __init__(self, order: int, owner: int, submit: Submit, max_len: int) -> None:
         self.order = order
-        self.place: tuple[float, int] = (0.0, order)  #: in the admission order: the smaller is taken earlier
+        # in the admission order
+        self.arrived = 0.0  #: when it came (seconds)
+        self.place: tuple[float, int] = (0.0, order)  #: the smaller is taken earlier
+        self.priority = 0  #: base priority, the smaller the more urgent
+        self.account: Account | None = None  #: its tenant's, if the order keeps any
         self.owner = owner  #: the client, as numbered by the shell
         self.key = submit.key  #: the client's name for the request
         self.request = submit.request

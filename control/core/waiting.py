@@ -1,14 +1,14 @@
 """What waits on a replica, and which of those that run is the last in the same order.
 
-A sequence's place in the admission order is fixed when its request comes (``Sequence.place``): so the queue is a
-sorted list, and a preempted sequence returns to where it was. Of those that run a heap knows the last; who has left
-is dropped from it when it comes to the top, or when the heap has grown to twice what runs.
+Under ``fcfs``, ``priority`` and ``deadline`` a sequence's place in the admission order is fixed when its request
+comes (``Sequence.place``): the queue is a sorted list, and a preempted sequence returns to where it was. ``fair`` has
+a queue of its own (``fair``).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush
 from operator import attrgetter
 
@@ -19,16 +19,44 @@ _place = attrgetter("place")
 _FEW = 64
 
 
+class Running:
+    """Sequences that run, by a place that is fixed while they do: a heap that knows the last.
+
+    Who has left is dropped when it comes to the top, or when the heap has grown to twice what runs.
+    """
+
+    __slots__ = ("_heap", "count")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._heap: list[tuple[float, int, Sequence]] = []
+
+    def add(self, rank: float, order: int, seq: Sequence) -> None:
+        """``seq`` runs; a larger rank, or the same and a larger order, is later."""
+        heap = self._heap
+        heappush(heap, (-rank, -order, seq))
+        self.count += 1
+        if len(heap) > 2 * self.count + _FEW:
+            self._heap = [entry for entry in heap if _runs(entry[2])]
+            heapify(self._heap)
+
+    def last(self) -> Sequence:
+        """The last that still runs; there must be one."""
+        heap = self._heap
+        while not _runs(heap[0][2]):
+            heappop(heap)
+        return heap[0][2]
+
+
 class WaitingQueue:
     """Waiting sequences, first in admission order first. Knows the running ones, too, for the sake of preemption."""
 
-    __slots__ = ("_count", "_items", "_last", "tokens")
-
     def __init__(self) -> None:
         self.tokens = 0  #: known tokens of those that wait
+        self.departures = 0  #: requests that came to run, or ended waiting; each counts once
+        self.departed_tokens = 0  #: theirs
         self._items: list[Sequence] = []
-        self._last: list[tuple[float, int, Sequence]] = []  #: running, by descending place
-        self._count = 0  #: running
+        self._running = Running()
 
     def __len__(self) -> int:
         return len(self._items)
@@ -50,9 +78,16 @@ class WaitingQueue:
 
     def remove(self, seq: Sequence) -> None:
         """Take out ``seq``, which must be here."""
-        self.tokens -= len(seq.tokens) >> 2
+        self.note_departure(seq)
         items = self._items
         del items[0 if items[0] is seq else bisect_left(items, seq.place, key=_place)]
+
+    def note_departure(self, seq: Sequence) -> None:
+        known = len(seq.tokens) >> 2
+        self.tokens -= known
+        if not seq.generation:
+            self.departures += 1
+            self.departed_tokens += known
 
     def head(self) -> Sequence:
         """The next to be admitted; there must be one."""
@@ -66,28 +101,75 @@ class WaitingQueue:
         """Those behind the head, in order, at most ``most``."""
         return self._items[1 : 1 + most]
 
+    def close(self) -> None:
+        """The replica is gone, and what waited here will wait elsewhere."""
+
     # ---- what runs -------------------------------------------------------------------------------------------
 
     def started(self, seq: Sequence) -> None:
-        """``seq`` has been admitted."""
+        """``seq`` has been taken out and runs. Its generation is still that of the time before."""
         rank, order = seq.place
-        last = self._last
-        heappush(last, (-rank, -order, seq))
-        self._count += 1
-        if len(last) > 2 * self._count + _FEW:
-            self._last = [entry for entry in last if _runs(entry[2])]
-            heapify(self._last)
+        self._running.add(rank, order, seq)
 
     def left(self, seq: Sequence) -> None:
-        """``seq``, which was admitted, no longer runs."""
-        self._count -= 1
+        """``seq``, which ran, no longer does."""
+        self._running.count -= 1
 
     def last(self) -> Sequence:
         """The last in order of those that run: the next to be preempted. There must be one."""
-        last = self._last
-        while not _runs(last[0][2]):
-            heappop(last)
-        return last[0][2]
+        return self._running.last()
+
+    def outranks(self, head: Sequence) -> bool:
+        """Something runs that must make way for ``head``, which waits for blocks or for a place."""
+        return False
+
+    def victims(self, head: Sequence, running: Iterable[Sequence]) -> list[Sequence]:
+        """What of ``running`` must make way for ``head``, the last in order first."""
+        return []
+
+
+class PriorityQueue(WaitingQueue):
+    """By base priority and age; a head may preempt whoever is of a less urgent base priority *and* behind it.
+
+    Both, so that what has aged is safe: places never change, so who preempted cannot be preempted by its victim.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._levels: dict[int, Running] = {}  #: what runs, by base priority
+
+    def started(self, seq: Sequence) -> None:
+        level = self._levels.get(seq.priority)
+        if level is None:
+            level = self._levels[seq.priority] = Running()
+        rank, order = seq.place
+        level.add(rank, order, seq)
+
+    def left(self, seq: Sequence) -> None:
+        level = self._levels[seq.priority]
+        level.count -= 1
+        if not level.count:
+            del self._levels[seq.priority]
+
+    def last(self) -> Sequence:
+        found: Sequence | None = None
+        for level in self._levels.values():
+            seq = level.last()
+            if found is None or found.place < seq.place:
+                found = seq
+        assert found is not None
+        return found
+
+    def outranks(self, head: Sequence) -> bool:
+        for priority, level in self._levels.items():
+            if priority > head.priority and head.place < level.last().place:
+                return True
+        return False
+
+    def victims(self, head: Sequence, running: Iterable[Sequence]) -> list[Sequence]:
+        found = [seq for seq in running if seq.priority > head.priority and head.place < seq.place]
+        found.sort(key=_place, reverse=True)
+        return found
 
 
 def _runs(seq: Sequence) -> bool:

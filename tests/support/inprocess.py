@@ -4,6 +4,7 @@ loopback links, and a client that believes only what the ticks say. Tests choose
 from array import array
 from collections import deque
 from collections.abc import Callable
+from math import inf
 
 from evenflow.control.core.engine import Engine
 from evenflow.control.core.events import (
@@ -18,6 +19,7 @@ from evenflow.control.core.events import (
     Returned,
     SendPlan,
     Submitted,
+    Wake,
 )
 from evenflow.control.core.integrity import check_integrity
 from evenflow.control.fanout import Fanout
@@ -144,6 +146,8 @@ class InProcess:
         self.epochs = [0] * replicas
         self.plans: list[SendPlan] = []
         self.now = 0.0
+        self.pace = 1.0  #: seconds from one event to the next
+        self.wake_at = inf  #: when the engine wants to be stepped, as it last said
         if up:
             for replica in range(replicas):
                 self.bring_up(replica)
@@ -186,6 +190,9 @@ class InProcess:
         min_tokens: int = 0,
         salt: bytes = b"",
         leader: int | None = None,
+        tenant: str = "",
+        priority: int = 0,
+        deadline_ms: int = 0,
     ) -> None:
         received = received or []
         client = self.clients.setdefault(owner, StreamClient())
@@ -201,6 +208,9 @@ class InProcess:
             min_tokens,
             salt,
             leader,
+            tenant,
+            priority,
+            deadline_ms,
         )
         self.step(Submitted(owner, message))
 
@@ -208,7 +218,7 @@ class InProcess:
         self.step(Aborted(owner, key))
 
     def step(self, event: Event) -> None:
-        self.now += 1.0
+        self.now += self.pace
         for effect in self.decide(event, self.now):
             if isinstance(effect, SendPlan):
                 self.plans.append(effect)
@@ -222,6 +232,8 @@ class InProcess:
                 self.tell(effect)
             elif isinstance(effect, OutOfStep):
                 raise AssertionError(effect.reason)
+            elif isinstance(effect, Wake):
+                self.wake_at = effect.at
             else:
                 self.rejected.append(effect)
         if self.check:

@@ -29,6 +29,10 @@ def shadow_server(
     check: bool = True,
     up: bool = True,
     policy: str = "stall-free",
+    admission: str = "fcfs",
+    patience: float = 60.0,
+    tenant_weights: tuple[tuple[str, float], ...] = (),
+    queue_timeout: float = 0.0,
 ) -> InProcess:
     """A server whose pool has ``blocks`` blocks; ``num_slots`` leaves room for fenced slots unless given."""
     limits = Limits(
@@ -43,6 +47,10 @@ def shadow_server(
         max_queued=max_queued,
         max_queued_tokens=max_queued_tokens,
         policy=policy,
+        admission=admission,
+        patience=patience,
+        tenant_weights=tenant_weights,
+        queue_timeout=queue_timeout,
     )
 
     def runner(stage: int, count: int) -> ShadowRunner:
