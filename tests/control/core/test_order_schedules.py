@@ -1,7 +1,7 @@
 """Random schedules under each admission order, on small pools: tenants, priorities and deadlines, aborts and deaths.
 
-After every step the integrity check runs (inside ``InProcess``). At the end every request has finished with the tokens
-of an undisturbed run, unless it was aborted or its time had run out, and nothing is held.
+After every step the integrity check runs (inside ``InProcess``). At the end every request has finished with the
+tokens of an undisturbed run, unless it was aborted or its time had run out, and nothing is held.
 """
 
 from typing import Any, ClassVar
@@ -34,9 +34,7 @@ class Orders(RuleBasedStateMachine):
         caching, queue_timeout = limits["caching"], limits["queue_timeout"]
 
         def runner(stage: int, count: int) -> ShadowRunner:
-            return ShadowRunner(
-                stage, count, block_size=8, num_blocks=blocks, vocab_size=VOCAB, max_model_len=LENGTH
-            )
+            return ShadowRunner(stage, count, block_size=8, num_blocks=blocks, vocab_size=VOCAB, max_model_len=LENGTH)
 
         self.server = InProcess(
             Limits(
@@ -73,7 +71,15 @@ class Orders(RuleBasedStateMachine):
         times=st.integers(1, 4),
     )
     def submit(
-        self, data: st.DataObject, owner: int, size: int, count: int, tenant: str, shared: bool, times: int, **how: int
+        self,
+        data: st.DataObject,
+        owner: int,
+        size: int,
+        count: int,
+        tenant: str,
+        shared: bool,
+        times: int,
+        **how: int,
     ) -> None:
         priority = how["priority"] if self.admission == "priority" else 0
         deadline_ms = how["deadline_ms"]
