@@ -50,9 +50,11 @@ def admit(replica: Replica, room: int) -> Sequence | None:
 
 def make_way(replica: Replica) -> None:
     """Preempt for the head what the order puts behind it, if the head waits for a place or for blocks and that gives
-    it both. Called before a plan is made."""
+    it both. Called before a plan is made. Policies that keep a batch, or a request's blocks, to the end never do."""
     waiting = replica.waiting
     if not len(waiting) or not replica.free_slots or replica.alone is not None:
+        return
+    if replica.policy.reserves or replica.policy.stays:
         return
     head = waiting.head()
     if head.deaths > 1 or not waiting.outranks(head):
