@@ -82,6 +82,12 @@ def control_argv(options: ServeOptions, run: RunDir, doors: Sequence[OpenDoor] =
         argv += ["--max-model-len", str(options.max_model_len)]
     if not options.prefix_caching:
         argv += ["--no-prefix-cache"]
+    if options.admission != "fcfs":
+        argv += ["--admission", options.admission, "--patience", f"{options.patience:g}"]
+    for tenant, weight in options.tenant_weights.items():
+        argv += ["--tenant-weight", f"{tenant}={weight:g}"]
+    if options.queue_timeout is not None:
+        argv += ["--queue-timeout", f"{options.queue_timeout:g}"]
     if options.prefill_share is not None:
         argv += ["--prefill-share", f"{options.prefill_share:g}"]
     if options.tbt_slo is not None:

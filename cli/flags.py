@@ -19,6 +19,15 @@ class Policy(enum.StrEnum):
     HYBRID_ONLY = "hybrid-only"
 
 
+class Admission(enum.StrEnum):
+    """``control.core.bounds.ADMISSIONS``."""
+
+    FCFS = "fcfs"
+    PRIORITY = "priority"
+    DEADLINE = "deadline"
+    FAIR = "fair"
+
+
 class LogLevel(enum.StrEnum):
     DEBUG = "debug"
     INFO = "info"

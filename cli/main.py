@@ -15,7 +15,7 @@ from .. import __version__
 from .bench_commands import bench
 from .cluster_commands import keys, launch, worker
 from .errors import MemoryShort, UsageError
-from .flags import SETTINGS, Dtype, LogLevel, Policy, env
+from .flags import SETTINGS, Admission, Dtype, LogLevel, Policy, env
 
 app = typer.Typer(
     name="evenflow",
@@ -167,6 +167,43 @@ def serve(
             help="With --tbt-slo: when first tokens are wanted. Until it is urgent, prefill takes half the room.",
         ),
     ] = None,
+    admission: Annotated[
+        Admission,
+        typer.Option(
+            "--admission",
+            "--scheduling-policy",
+            envvar=env("admission"),
+            help="In which order requests are taken: docs/scheduling.md.",
+        ),
+    ] = Admission.FCFS,
+    patience: Annotated[
+        float,
+        typer.Option(
+            "--patience",
+            envvar=env("patience"),
+            metavar="SECONDS",
+            help="By priority: the wait worth a step of it. By deadline: the deadline of requests that name none.",
+        ),
+    ] = 60.0,
+    tenant_weight: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tenant-weight",
+            envvar=env("tenant_weight"),
+            metavar="TENANT=WEIGHT",
+            help="With --admission fair: the share of a tenant, 1 if not given. Repeatable.",
+        ),
+    ] = None,
+    queue_timeout: Annotated[
+        float | None,
+        typer.Option(
+            "--queue-timeout",
+            envvar=env("queue_timeout"),
+            metavar="SECONDS",
+            show_default="none",
+            help="A request that has not been begun by then ends.",
+        ),
+    ] = None,
     prefill_share: Annotated[
         float | None,
         typer.Option(
@@ -237,7 +274,7 @@ def serve(
 ) -> None:
     """Serve MODEL over an OpenAI-compatible HTTP API until a signal."""
     from .launcher import serve as run_server
-    from .options import SLO_TOKENS, ServeOptions, check_model, parse_bytes, settle
+    from .options import SLO_TOKENS, ServeOptions, check_model, parse_bytes, parse_weights, settle
 
     options, notes = settle(
         ServeOptions(
@@ -255,6 +292,10 @@ def serve(
             port=port,
             prefix_caching=enable_prefix_caching,
             policy=policy.value,
+            admission=admission.value,
+            patience=patience,
+            tenant_weights=parse_weights(tenant_weight or ()),
+            queue_timeout=queue_timeout,
             prefill_share=prefill_share,
             tbt_slo=tbt_slo,
             ttft_slo=ttft_slo,

@@ -7,12 +7,13 @@ Units: bytes, seconds, tokens; ``cores`` are those this process may use.
 
 import os
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
 
-from ..control.core.bounds import POLICIES, WHOLE_PROMPTS
+from ..control.core.bounds import ADMISSIONS, POLICIES, WHOLE_PROMPTS
 from ..control.core.slo import parse_slo
 from ..control.wire.keys import KeyFault, Role, server_keys
 from ..control.wire.location import ModelNotFound, locate_model
@@ -71,6 +72,12 @@ class ServeOptions:
     max_model_len: int | None = None
     #: What goes into an iteration, one of ``bounds.POLICIES``.
     policy: str = "stall-free"
+    #: In which order requests are taken, one of ``bounds.ADMISSIONS``, and its parameters.
+    admission: str = "fcfs"
+    patience: float = 60.0
+    tenant_weights: dict[str, float] = field(default_factory=dict[str, float])
+    #: Seconds in which a request must be begun.
+    queue_timeout: float | None = None
     dtype: str = "bfloat16"
     #: KV cache bytes of each worker.
     kv_cache_memory: int | None = None
@@ -112,6 +119,18 @@ def parse_bytes(text: str) -> int:
     if match is None:
         raise UsageError(f"--kv-cache-memory {text!r} is not a number of bytes such as 800000000, 512M or 2G.")
     return int(float(match[1]) * _SCALE[match[2].upper()])
+
+
+def parse_weights(texts: Iterable[str]) -> dict[str, float]:
+    """``alice=2`` → {"alice": 2.0}; the last of a name counts."""
+    weights: dict[str, float] = {}
+    for text in texts:
+        name, _, weight = text.rpartition("=")
+        try:
+            weights[name] = float(weight)
+        except ValueError:
+            raise UsageError(f"--tenant-weight {text!r} is not a tenant and a number such as alice=2.") from None
+    return weights
 
 
 def free_memory() -> int:
@@ -172,6 +191,8 @@ def _refuse(options: ServeOptions) -> str | None:
         return f"--prefill-share {o.prefill_share:g} must be at least 0 and less than 1."
     if (problem := _refuse_slo(o)) is not None:
         return problem
+    if (problem := _refuse_admission(o)) is not None:
+        return problem
     if o.policy not in POLICIES:
         return f"--policy {o.policy} is not one of {', '.join(POLICIES)}."
     if o.worker_args and not o.scripted:
@@ -194,6 +215,21 @@ def _refuse_slo(options: ServeOptions) -> str | None:
         parse_slo(options.tbt_slo, options.ttft_slo)
     except ValueError as error:
         return f"{error}."
+    return None
+
+
+def _refuse_admission(o: ServeOptions) -> str | None:
+    if o.admission not in ADMISSIONS:
+        return f"--admission {o.admission} is not one of {', '.join(ADMISSIONS)}."
+    if not 0.001 <= o.patience <= 1e6:
+        return f"--patience {o.patience:g} must be from 0.001 to 1000000 seconds."
+    if o.queue_timeout is not None and not 0.001 <= o.queue_timeout <= 1e6:
+        return f"--queue-timeout {o.queue_timeout:g} must be from 0.001 to 1000000 seconds."
+    for tenant, weight in o.tenant_weights.items():
+        if o.admission != "fair":
+            return f"--tenant-weight {tenant} is for --admission fair only."
+        if not tenant or not 0.01 <= weight <= 100:
+            return f"--tenant-weight {tenant}={weight:g} must name a tenant and a weight from 0.01 to 100."
     return None
 
 

@@ -10,7 +10,7 @@ import sys
 import uvloop
 from setproctitle import setproctitle
 
-from .core.bounds import POLICIES
+from .core.bounds import ADMISSIONS, POLICIES
 from .core.events import Limits
 from .core.slo import parse_slo
 from .logs import configure
@@ -19,6 +19,11 @@ from .server import serve
 from .wire.keys import ROLES, KeyFault
 from .wire.lifeline import ParentGone, die_with_parent
 from .wire.sockets import EndpointError
+
+
+def _weight(text: str) -> tuple[str, float]:
+    name, _, weight = text.rpartition("=")
+    return name, float(weight)
 
 
 def _options(argv: list[str]) -> tuple[ControlOptions, argparse.Namespace]:
@@ -37,6 +42,10 @@ def _options(argv: list[str]) -> tuple[ControlOptions, argparse.Namespace]:
     parser.add_argument("--policy", default=defaults.policy, choices=POLICIES)
     parser.add_argument("--tbt-slo", default=None, help="target for the time between tokens, such as 100ms")
     parser.add_argument("--ttft-slo", default=None, help="target for the time to the first token")
+    parser.add_argument("--admission", default=defaults.admission, choices=ADMISSIONS)
+    parser.add_argument("--patience", type=float, default=defaults.patience)
+    parser.add_argument("--tenant-weight", type=_weight, action="append", default=[], metavar="TENANT=WEIGHT")
+    parser.add_argument("--queue-timeout", type=float, default=defaults.queue_timeout)
     parser.add_argument("--prefill-share", type=float, default=defaults.share)
     parser.add_argument("--hang-timeout", type=float, default=15.0)
     parser.add_argument("--drain-timeout", type=float, default=30.0)
@@ -67,6 +76,8 @@ def _options(argv: list[str]) -> tuple[ControlOptions, argparse.Namespace]:
         parser.error("--ttft-slo needs --tbt-slo")
     if not 0.0 <= args.prefill_share <= 1.0:
         parser.error(f"--prefill-share must be from 0 to 1, not {args.prefill_share}")
+    if not args.patience > 0 or not args.queue_timeout >= 0:
+        parser.error("--patience must be more than 0 seconds, and --queue-timeout at least 0")
     limits = Limits(
         token_budget=args.token_budget,
         max_num_seqs=args.max_num_seqs,
@@ -75,6 +86,10 @@ def _options(argv: list[str]) -> tuple[ControlOptions, argparse.Namespace]:
         share=args.prefill_share,
         slo=slo,
         policy=args.policy,
+        admission=args.admission,
+        patience=args.patience,
+        tenant_weights=tuple(args.tenant_weight),
+        queue_timeout=args.queue_timeout,
     )
     options = ControlOptions(
         workers=args.workers,

@@ -280,13 +280,18 @@ class AsyncClient:
         salt: bytes = b"",
         request: str = "",
         leader: Stream | None = None,
+        tenant: str = "",
+        priority: int = 0,
+        deadline_ms: int = 0,
     ) -> Stream:
         """Ask for a completion. Without a connection the request waits for one; it is never lost.
 
         ``sampling.seed`` 0 with a temperature means "draw one", so that a restart repeats the same draws. ``leader``
-        is a stream of the same prompt, whose computed blocks this request shares once they are there.
+        is a stream of the same prompt, whose computed blocks this request shares once they are there. A request that
+        has not ended ``deadline_ms`` from now is ended, with the reason ``deadline``; 0 is no deadline. ``tenant``
+        and ``priority`` (smaller is more urgent) matter to the admission orders ``fair`` and ``priority``.
         """
-        self._open_loop()
+        loop = self._open_loop()
         if sampling.temperature > 0 and sampling.seed == 0:
             sampling = replace(sampling, seed=draw_seed())
         record = self._state.submit(
@@ -298,6 +303,10 @@ class AsyncClient:
             min_tokens=min_tokens,
             salt=salt,
             leader=None if leader is None else leader._request,
+            tenant=tenant,
+            priority=priority,
+            deadline_ms=deadline_ms,
+            now=loop.time(),
         )
         stream = Stream(self, record)
         self._streams[record.key] = stream

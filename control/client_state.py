@@ -93,6 +93,10 @@ class Request:
     touched: bool = False
     #: Aborted from this side; the control process has not yet confirmed, and said what was cached.
     unconfirmed: bool = False
+    tenant: str = ""
+    priority: int = 0
+    #: When it ends although it is not finished (as ``now``), or None.
+    deadline: float | None = None
     #: The key of the request whose prompt blocks this one shares.
     leader: int | None = None
     #: Of the output, and of the prompt from its second token on; None if they were not asked for.
@@ -166,14 +170,22 @@ class ClientState:
         min_tokens: int = 0,
         salt: bytes = b"",
         leader: Request | None = None,
+        tenant: str = "",
+        priority: int = 0,
+        deadline_ms: int = 0,
+        now: float = 0.0,
     ) -> Request:
-        """Take a request on; it is sent at once when joined, else with the next join."""
+        """Take a request on; it is sent at once when joined, else with the next join. ``now`` is looked at only if
+        there is a deadline."""
         request = Request(self._next_key, name, prompt, max_tokens, sampling, stop_ids, min_tokens, salt)
         request.leader = None if leader is None else leader.key
+        request.tenant, request.priority = tenant, priority
+        if deadline_ms:
+            request.deadline = now + deadline_ms / 1000
         self._next_key += 1
         self.requests[request.key] = request
         if self.phase == "joined":
-            self._send_submit(request)
+            self._send_submit(request, now)
         return request
 
     def abort(self, request: Request) -> None:
@@ -221,7 +233,7 @@ class ClientState:
             for request in [request for request, at in self._retries.items() if at <= now]:
                 del self._retries[request]
                 if request.key in self.requests:
-                    self._send_submit(request)
+                    self._send_submit(request, now)
 
     def disconnected(self, now: float) -> None:
         """The connection has ended, whether there is another by now or not: what was under way on it is lost."""
@@ -258,9 +270,9 @@ class ClientState:
         if self._subscribed.interval_ms:
             self.outbox.append(self._subscribed)
         for request in list(self.requests.values()):
-            self._continue(request)
+            self._continue(request, now)
 
-    def _continue(self, request: Request) -> None:
+    def _continue(self, request: Request, now: float) -> None:
         """Submit again, unless the tokens received already complete the request."""
         count = len(request.received)
         if count and count >= request.min_tokens and request.received[-1] in request.stop_ids:
@@ -268,9 +280,9 @@ class ClientState:
         elif count and request.max_tokens and count >= request.max_tokens:
             self._finish(request, Finish("length", count, request.cached_tokens))
         else:
-            self._send_submit(request)
+            self._send_submit(request, now)
 
-    def _send_submit(self, request: Request) -> None:
+    def _send_submit(self, request: Request, now: float) -> None:
         sampling, told = request.sampling, request.prompt_logprobs
         if told is not None and len(told) == request.prompt_len - 1:
             # All are here: this time the prompt may come from the prefix cache.
@@ -287,6 +299,10 @@ class ClientState:
                 min_tokens=request.min_tokens,
                 salt=request.salt,
                 leader=request.leader,
+                tenant=request.tenant,
+                priority=request.priority,
+                # What is left of it: the control process counts from when it hears of the request.
+                deadline_ms=0 if request.deadline is None else max(1, round((request.deadline - now) * 1000)),
             )
         )
 

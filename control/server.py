@@ -270,7 +270,8 @@ class ControlServer:
         elif self._unfinished(session) >= self.options.max_requests:
             most = self.options.max_requests
             text = f"this client has {most} unfinished requests, the most that one client may have"
-            self._refuse(session, Refused(submit.key, "overloaded", "key", text, 1000))
+            retry = 1000 if self.engine is None else self.engine.retry_ms()
+            self._refuse(session, Refused(submit.key, "overloaded", "key", text, retry))
         elif self.engine is None:
             limits, tokens = self.options.limits, sum(len(early.tokens) for _, early in self._early) >> 2
             if len(self._early) >= limits.max_queued:

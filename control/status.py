@@ -110,6 +110,7 @@ def _scheduled(engine: Engine) -> dict[str, float]:
         "kv_blocks_cached": sum(pool.evictable for pool in pools),
         "kv_blocks_free": sum(len(pool.free) for pool in pools),
         "kv_cache_usage_perc": used / blocks if blocks else 0.0,
+        "retry_after_seconds": engine.retry_ms() / 1000,
         "requests_total": engine.counters["requests"],
         "requests_finished_total": engine.counters["finished"],
         "num_preemptions_total": engine.counters["preemptions"] + sum(r.preemptions for r in replicas),

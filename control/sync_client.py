@@ -83,6 +83,9 @@ class Client:
         salt: bytes = b"",
         request: str = "",
         leader: "SyncStream | None" = None,
+        tenant: str = "",
+        priority: int = 0,
+        deadline_ms: int = 0,
     ) -> "SyncStream":
         """As ``AsyncClient.submit``."""
         stream = self._run(
@@ -95,6 +98,9 @@ class Client:
                 salt=salt,
                 request=request,
                 leader=None if leader is None else leader._stream,
+                tenant=tenant,
+                priority=priority,
+                deadline_ms=deadline_ms,
             )
         )
         return SyncStream(self, stream)

@@ -13,6 +13,8 @@ from .core.replica import Replica
 from .latency import TokenTimes
 from .wire import IterationRecord, Result, StageTimes
 
+#: Why requests end.
+END_REASONS = ("stop", "length", "abort", "error", "deadline", "queue_timeout")
 #: Iterations of a replica that wait for the results of all stages, at most: more are out only if something is wrong.
 MAX_OPEN = 1024
 
@@ -38,7 +40,7 @@ class Telemetry:
         self.decode_tokens = 0
         self.chunk_tokens = 0
         self.budget_tokens = 0
-        self.ended: dict[str, int] = dict.fromkeys(("stop", "length", "abort", "error"), 0)
+        self.ended: dict[str, int] = dict.fromkeys(END_REASONS, 0)
         self.refused: dict[str, int] = {}
         self._open: dict[int, dict[tuple[int, int], _Draft]] = {}
 

@@ -1,9 +1,11 @@
-"""The names of the policies, and how many tokens their iterations must hold."""
+"""The names of the policies and of the admission orders, and how many tokens the policies' iterations must hold."""
 
 from __future__ import annotations
 
 #: What may choose the contents of an iteration (see ``policies``).
 POLICIES = ("stall-free", "prefill-first", "hybrid", "request-level", "chunked-only", "hybrid-only")
+#: In which order requests may be admitted and, from its end, preempted (see ``orders``).
+ADMISSIONS = ("fcfs", "priority", "deadline", "fair")
 #: Those that compute a prompt in one iteration.
 WHOLE_PROMPTS = frozenset({"prefill-first", "hybrid", "request-level", "hybrid-only"})
 #: Those of them that do so beside the decodes of the lane.

@@ -13,9 +13,6 @@ from ..wire import BatchPlan, Logprobs, Register, Result, Sample, Submit
 from .sequence import Sequence
 from .slo import Slo
 
-#: In which order requests are admitted and, from its end, preempted (see ``orders``).
-ADMISSIONS = ("fcfs", "priority", "deadline", "fair")
-
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -27,8 +24,8 @@ class Limits:
     ``prefix_limit``: longer prompts share cached blocks only with prompts of their own length; 0: no such limit.
     ``slo``: with it, iterations are bounded by time and ``token_budget`` is only what workers can compute.
     ``max_num_seqs``: admitted sequences of a replica. ``overtakes``: how often a blocked head may be passed.
-    ``admission``: the order, one of ``ADMISSIONS``. ``patience`` (seconds): what a step of priority is worth in
-    waiting, or the deadline of requests that name none. ``tenant_weights``: of tenants whose weight is not 1.
+    ``admission``: the order, one of ``bounds.ADMISSIONS``. ``patience`` (seconds): what a step of priority is worth
+    in waiting, or the deadline of requests that name none. ``tenant_weights``: of tenants whose weight is not 1.
     ``queue_timeout`` (seconds): a request that has not run by then ends; 0 for never.
     """
 

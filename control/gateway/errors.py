@@ -47,7 +47,7 @@ class ApiError(Exception):
         if self.retry_after is not None:
             milliseconds = max(1, round(self.retry_after * 1000))
             return {"retry-after": str(-(-milliseconds // 1000)), "retry-after-ms": str(milliseconds)}
-        return {"x-should-retry": "false"} if self.status in (429, 503) else {}
+        return {"x-should-retry": "false"} if self.status in (429, 503, 504) else {}
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -84,6 +84,8 @@ def from_finish(finish: Finish) -> ApiError:
         return invalid(message, finish.field or None, "context_length_exceeded")
     if finish.code == "invalid":
         return invalid(message, finish.field or None, "invalid_value")
+    if finish.reason in ("deadline", "queue_timeout"):
+        return ApiError(504, message, code=finish.reason, kind="timeout_error")
     if finish.reason == "abort":
         return ApiError(503, message, code="aborted", kind="service_unavailable_error")
     return ApiError(500, message, code=finish.code or "internal_error", kind="server_error")

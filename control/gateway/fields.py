@@ -48,7 +48,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
     "documents": ([],),
     "truncate_prompt_tokens": (),
-    "priority": (0,),
     "kv_transfer_params": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
@@ -60,7 +59,6 @@ IGNORED = frozenset(
     {
         "metadata",
         "store",
-        "user",
         "safety_identifier",
         "prompt_cache_key",
         "prompt_cache_options",

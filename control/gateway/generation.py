@@ -132,7 +132,7 @@ class Generation:
     def refusal(self) -> ApiError | None:
         """The error that ended the request before it gave a token, if it did."""
         finish = self._stream.finish
-        if finish is not None and finish.reason in ("error", "abort") and not self._stream.received:
+        if finish is not None and finish.reason not in ("stop", "length") and not self._stream.received:
             return from_finish(finish)
         return None
 
@@ -169,7 +169,8 @@ class Generation:
         self._stream.abort()
         if self._first and self._reporting.rows is not None:
             self._reporting.rows.ready.set()
-        reason = self.finish_reason or "abort"
+        finish = self._stream.finish
+        reason = self.finish_reason or (finish.reason if finish is not None else "abort")
         self._metrics.finished(reason, time.monotonic() - self._began, self.prompt_tokens, self.completion_tokens)
 
     async def _preface(self) -> Piece:
@@ -225,7 +226,7 @@ class Generation:
         assert finish is not None
         if finish.reason in ("stop", "length"):
             return self._finish(finish.reason)
-        self.finish_reason = "error"
+        self.finish_reason = "error" if finish.reason == "abort" else finish.reason
         raise from_finish(finish)
 
     def _finish(self, reason: str) -> str:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from ..wire import MAX_BIASES, MAX_TOP_LOGPROBS
+from ..wire.client import MAX_DEADLINE_MS, MAX_PRIORITY
 
 MIB = 1 << 20
 
@@ -15,6 +16,8 @@ MAX_PROMPTS = 64
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_IDS = 32
+#: Characters of a tenant's name.
+MAX_TENANT = 256
 #: Choices of a request: its prompts times n.
 MAX_CHOICES = 256
 MAX_LOGIT_BIASES = MAX_BIASES
@@ -73,4 +76,6 @@ RANGES: dict[str, Range] = {
     "logprobs": Range(0, MAX_TOP_LOGPROBS),
     "top_logprobs": Range(0, MAX_TOP_LOGPROBS),
     "prompt_logprobs": Range(0, MAX_TOP_LOGPROBS),
+    "priority": Range(-MAX_PRIORITY, MAX_PRIORITY),
+    "deadline_ms": Range(1, MAX_DEADLINE_MS),
 }

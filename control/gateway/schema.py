@@ -40,6 +40,10 @@ class CommonFields(Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: str | None = None
+    priority: int | None = None
+    deadline_ms: int | None = None
+    tenant: str | None = None
+    user: str | None = None
 
 
 class CompletionRequest(CommonFields, kw_only=True):

@@ -24,6 +24,7 @@ from .limits import (
     MAX_STOP_CHARS,
     MAX_STOP_IDS,
     MAX_STOPS,
+    MAX_TENANT,
 )
 from .metrics import Metrics
 from .prompts import check_ids, check_size
@@ -54,6 +55,9 @@ class Wish:
     max_tokens: int | None
     salt: bytes
     echo: bool
+    tenant: str = ""
+    priority: int = 0
+    deadline_ms: int = 0
 
 
 class Service:
@@ -76,6 +80,7 @@ class Service:
         #: Requests for work that are under way.
         self.active = 0
         self._full_until = 0.0
+        self._retry_after = FULL_SECONDS
         self.template: ChatTemplate | None = None
         self.template_error: str | None = None
         if model.chat_template is not None:
@@ -153,8 +158,11 @@ class Service:
             stopping=self._stopping(request, welcome),
             choices=count_choices(request),
             max_tokens=limit,
-            salt=hashlib.sha256(request.cache_salt.encode()).digest() if request.cache_salt else b"",
+            salt=_salt(request),
             echo=echo,
+            tenant=_tenant(request),
+            priority=request.priority or 0,
+            deadline_ms=request.deadline_ms or 0,
         )
 
     async def start(self, prompts: list[Prompt], wish: Wish, name: str) -> list[Generation]:
@@ -186,6 +194,9 @@ class Service:
                         salt=wish.salt,
                         request=name if total == 1 else f"{name}-{len(generations)}",
                         leader=leader,
+                        tenant=wish.tenant,
+                        priority=wish.priority,
+                        deadline_ms=wish.deadline_ms,
                     )
                     if leader is None:
                         leader = stream
@@ -215,13 +226,15 @@ class Service:
             most = status.values.get("max_queued", 0.0)
             full = 0 < most <= status.values.get("num_requests_waiting", 0.0)
         if full:
-            raise overloaded("too many requests are waiting", FULL_SECONDS)
+            wait = 0.0 if status is None else status.values.get("retry_after_seconds", 0.0)
+            raise overloaded("too many requests are waiting", wait or self._retry_after)
 
     def note(self, error: ApiError) -> None:
         """A request was answered with ``error``: count it, and remember a queue that is full."""
         self.metrics.refused(error.code or str(error.status))
         if error.queue_full:
-            self._full_until = time.monotonic() + FULL_SECONDS
+            self._retry_after = error.retry_after or FULL_SECONDS
+            self._full_until = time.monotonic() + min(FULL_SECONDS, self._retry_after)
 
     def _max_tokens(self, prompt: int, wish: Wish, welcome: Welcome) -> int:
         limit, min_tokens = wish.max_tokens, wish.stopping.min_tokens
@@ -257,6 +270,23 @@ class Service:
             min_tokens=request.min_tokens or 0,
             skip_special_tokens=request.skip_special_tokens is not False,
         )
+
+
+def _tenant(request: CommonFields) -> str:
+    """On whose account the request runs: its tenant's, or its user's. Raises ``ApiError``."""
+    if request.tenant is not None and not 1 <= len(request.tenant) <= MAX_TENANT:
+        text = f"tenant must have between 1 and {MAX_TENANT} characters, got {len(request.tenant)}"
+        raise invalid(text, "tenant", "invalid_value")
+    user = request.user or ""
+    return request.tenant or (user if len(user) <= MAX_TENANT else hashlib.sha256(user.encode()).hexdigest())
+
+
+def _salt(request: CommonFields) -> bytes:
+    """What a request must have in common with another to share its cached blocks; a user is no tenant here."""
+    if request.tenant:
+        told = f"{len(request.tenant)}:{request.tenant}{request.cache_salt or ''}"
+        return hashlib.sha256(told.encode()).digest()
+    return hashlib.sha256(request.cache_salt.encode()).digest() if request.cache_salt else b""
 
 
 def context_length(welcome: Welcome) -> int:

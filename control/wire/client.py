@@ -178,8 +178,9 @@ NO_SLOT = 0xFFFF
 class End(Struct, array_like=True, frozen=True):
     """A request's ownership of ``slot`` is over (``NO_SLOT``: it owned none).
 
-    ``reason``: ``stop``, ``length``, ``abort`` and ``error`` finish the request; ``paused`` does not (preempted or
-    its replica was lost): its tokens go on later under another start.
+    ``reason``: ``stop``, ``length``, ``abort``, ``error``, ``deadline`` (its time was over) and ``queue_timeout``
+    (it was not begun in the time that the server allows) finish the request; ``paused`` does not (preempted or its
+    replica was lost): its tokens go on later under another start.
     """
 
     key: U64

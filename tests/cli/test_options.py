@@ -8,7 +8,7 @@ import evenflow.cli.launcher
 import evenflow.cli.options
 import pytest
 from evenflow.cli.children import build_plan
-from evenflow.cli.flags import Policy
+from evenflow.cli.flags import Admission, Policy
 from evenflow.cli.listener import PortTaken, listen, url_of
 from evenflow.cli.main import app
 from evenflow.cli.options import (
@@ -19,12 +19,14 @@ from evenflow.cli.options import (
     UsageError,
     default_kv_memory,
     parse_bytes,
+    parse_weights,
     settle,
     threads_per_worker,
     usable_cores,
 )
 from evenflow.cli.run_dir import RunDir
-from evenflow.control.core.bounds import POLICIES, WHOLE_PROMPTS
+from evenflow.control.core.bounds import ADMISSIONS, POLICIES, WHOLE_PROMPTS
+from evenflow.control.__main__ import _options as control_options
 from typer.testing import CliRunner
 
 RUN = RunDir(Path("/run/x"), Path("/dev/shm/x"), -1)
@@ -111,6 +113,12 @@ def test_environment_is_overridden_by_flags(monkeypatch: pytest.MonkeyPatch) -> 
         ({"drain_timeout": -1.0}, ["--drain-timeout"]),
         ({"prefill_share": 1.0}, ["--prefill-share"]),
         ({"policy": "orca"}, ["--policy", "hybrid"]),
+        ({"admission": "lifo"}, ["--admission", "fcfs, priority, deadline, fair"]),
+        ({"patience": 0.0}, ["--patience"]),
+        ({"queue_timeout": -1.0}, ["--queue-timeout"]),
+        ({"tenant_weights": {"a": 2.0}}, ["--tenant-weight", "--admission fair"]),
+        ({"admission": "fair", "tenant_weights": {"a": 0.0}}, ["--tenant-weight a=0", "0.01 to 100"]),
+        ({"admission": "fair", "tenant_weights": {"": 1.0}}, ["--tenant-weight"]),
     ],
 )
 def test_what_cannot_run_is_refused_in_one_sentence_sch5(change: dict[str, object], knobs: list[str]) -> None:
@@ -220,6 +228,21 @@ def test_a_small_budget_does_not_bound_the_sequences_of_what_computes_prompts_wh
 
 def test_every_policy_can_be_asked_for() -> None:
     assert tuple(policy.value for policy in Policy) == POLICIES
+
+
+def test_the_admission_order_reaches_the_control_process() -> None:
+    weights = parse_weights(["alice=2", "b=ob=0.5"])
+    options = ServeOptions("m", admission="fair", patience=30.0, tenant_weights=weights, queue_timeout=20.0)
+    argv = build_plan(settle(options, 8 << 30)[0], RUN, 7, 8, {}).control.argv
+    limits = control_options(list(argv[4:]))[0].limits
+    assert (limits.admission, limits.patience, limits.queue_timeout) == ("fair", 30.0, 20.0)
+    assert limits.tenant_weights == (("alice", 2.0), ("b=ob", 0.5))
+    with pytest.raises(UsageError, match="alice=2"):
+        parse_weights(["alice"])
+
+
+def test_the_orders_of_the_command_line_are_those_of_the_core() -> None:
+    assert tuple(order.value for order in Admission) == ADMISSIONS
 
 
 def test_gateway_command_inherits_the_port() -> None:

@@ -7,7 +7,8 @@ tokens of an undisturbed run, unless it was aborted or its time had run out, and
 from typing import Any, ClassVar
 
 import pytest
-from evenflow.control.core.events import ADMISSIONS, Due, Limits
+from evenflow.control.core.bounds import ADMISSIONS
+from evenflow.control.core.events import Due, Limits
 from evenflow.dataplane.simulated.shadow import ShadowRunner, shadow_tokens
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
