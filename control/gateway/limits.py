@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..wire import MAX_BIASES, MAX_TOP_LOGPROBS
-from ..wire.client import MAX_DEADLINE_MS, MAX_PRIORITY
+from ..wire import MAX_BIASES, MAX_TOP_LOGPROBS, client
 
 MIB = 1 << 20
 
@@ -76,6 +75,6 @@ RANGES: dict[str, Range] = {
     "logprobs": Range(0, MAX_TOP_LOGPROBS),
     "top_logprobs": Range(0, MAX_TOP_LOGPROBS),
     "prompt_logprobs": Range(0, MAX_TOP_LOGPROBS),
-    "priority": Range(-MAX_PRIORITY, MAX_PRIORITY),
-    "deadline_ms": Range(1, MAX_DEADLINE_MS),
+    "priority": Range(-client.MAX_PRIORITY, client.MAX_PRIORITY),
+    "deadline_ms": Range(1, client.MAX_DEADLINE_MS),
 }
