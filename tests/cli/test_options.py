@@ -25,8 +25,8 @@ from evenflow.cli.options import (
     usable_cores,
 )
 from evenflow.cli.run_dir import RunDir
-from evenflow.control.core.bounds import ADMISSIONS, POLICIES, WHOLE_PROMPTS
 from evenflow.control.__main__ import _options as control_options
+from evenflow.control.core.bounds import ADMISSIONS, POLICIES, WHOLE_PROMPTS
 from typer.testing import CliRunner
 
 RUN = RunDir(Path("/run/x"), Path("/dev/shm/x"), -1)
