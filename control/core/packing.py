@@ -20,3 +20,15 @@ def pack_u32(values: Collection[int]) -> bytes:
     """``values`` as u32s, in their order."""
     count = len(values)
     return (_U32[count] if count < _CACHED else Struct(f"<{count}I")).pack(*values)
+
+
+def span(live: bytearray) -> int:
+    """One more than the highest live slot."""
+    used = live.rstrip(b"\0")
+    return (len(used) << 3) - 8 + used[-1].bit_length() if used else 0
+
+
+def bits(bitmap: bytes) -> list[int]:
+    """The slots of a bitmap, ascending."""
+    value = int.from_bytes(bitmap, "little")
+    return [i for i, bit in enumerate(reversed(bin(value)[2:])) if bit == "1"] if value else []

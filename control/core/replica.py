@@ -27,7 +27,7 @@ from .fair import Ledger
 from .inflight import InFlight
 from .lane import Lane
 from .orders import make_queue
-from .packing import pack_u16, pack_u32
+from .packing import bits, pack_u16, pack_u32, span
 from .policies import make_policy
 from .policy import Chunks
 from .sequence import Phase, Sequence
@@ -381,7 +381,7 @@ class Replica:
         ids = memoryview(result.ids)
         live = record.live
         width = len(self.owners)
-        if len(ids) & 3 or len(ids) > 4 * width or len(ids) < 4 * _span(live):
+        if len(ids) & 3 or len(ids) > 4 * width or len(ids) < 4 * span(live):
             return OutOfStep(self.index, f"step {result.step}: {len(ids)} bytes of ids do not cover its rows")
         if result.logprobs and (fault := logprobs.fault(result, self.owners)) is not None:
             return OutOfStep(self.index, f"step {result.step}: {fault}")
@@ -461,7 +461,7 @@ class Replica:
         for record in self.inflight:
             for seq in record.finals + record.partial:
                 suspects[seq] = None
-            for slot in _bits(record.decodes):
+            for slot in bits(record.decodes):
                 own = self.owners[slot]
                 if own is not None:
                     suspects[own] = None
@@ -491,15 +491,3 @@ def _chunk_slot(chunk: tuple[Sequence, int]) -> int:
 
 def _load(lane: Lane) -> tuple[int, int]:
     return lane.count, lane.kv_tokens
-
-
-def _span(live: bytearray) -> int:
-    """One more than the highest live slot."""
-    used = live.rstrip(b"\0")
-    return (len(used) << 3) - 8 + used[-1].bit_length() if used else 0
-
-
-def _bits(bitmap: bytes) -> list[int]:
-    """The slots of a bitmap, ascending."""
-    value = int.from_bytes(bitmap, "little")
-    return [i for i, bit in enumerate(reversed(bin(value)[2:])) if bit == "1"] if value else []
