@@ -283,13 +283,15 @@ class AsyncClient:
         tenant: str = "",
         priority: int = 0,
         deadline_ms: int = 0,
+        slo: str | int = "",
     ) -> Stream:
         """Ask for a completion. Without a connection the request waits for one; it is never lost.
 
         ``sampling.seed`` 0 with a temperature means "draw one", so that a restart repeats the same draws. ``leader``
         is a stream of the same prompt, whose computed blocks this request shares once they are there. A request that
         has not ended ``deadline_ms`` from now is ended, with the reason ``deadline``; 0 is no deadline. ``tenant``
-        and ``priority`` (smaller is more urgent) matter to the admission orders ``fair`` and ``priority``.
+        and ``priority`` (smaller is more urgent) matter to the admission orders ``fair`` and ``priority``. ``slo`` is
+        the class of the time between tokens, or a target in milliseconds.
         """
         loop = self._open_loop()
         if sampling.temperature > 0 and sampling.seed == 0:
@@ -306,6 +308,7 @@ class AsyncClient:
             tenant=tenant,
             priority=priority,
             deadline_ms=deadline_ms,
+            slo=slo,
             now=loop.time(),
         )
         stream = Stream(self, record)

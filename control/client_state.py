@@ -95,6 +95,8 @@ class Request:
     unconfirmed: bool = False
     tenant: str = ""
     priority: int = 0
+    #: Class of the time between tokens, or a target in milliseconds.
+    slo: str | int = ""
     #: When it ends although it is not finished (as ``now``), or None.
     deadline: float | None = None
     #: The key of the request whose prompt blocks this one shares.
@@ -173,13 +175,14 @@ class ClientState:
         tenant: str = "",
         priority: int = 0,
         deadline_ms: int = 0,
+        slo: str | int = "",
         now: float = 0.0,
     ) -> Request:
         """Take a request on; it is sent at once when joined, else with the next join. ``now`` is looked at only if
         there is a deadline."""
         request = Request(self._next_key, name, prompt, max_tokens, sampling, stop_ids, min_tokens, salt)
         request.leader = None if leader is None else leader.key
-        request.tenant, request.priority = tenant, priority
+        request.tenant, request.priority, request.slo = tenant, priority, slo
         if deadline_ms:
             request.deadline = now + deadline_ms / 1000
         self._next_key += 1
@@ -303,6 +306,8 @@ class ClientState:
                 priority=request.priority,
                 # What is left of it: the control process counts from when it hears of the request.
                 deadline_ms=0 if request.deadline is None else max(1, round((request.deadline - now) * 1000)),
+                slo=request.slo if isinstance(request.slo, str) else "",
+                tbt_ms=0 if isinstance(request.slo, str) else request.slo,
             )
         )
 

@@ -86,6 +86,7 @@ class Client:
         tenant: str = "",
         priority: int = 0,
         deadline_ms: int = 0,
+        slo: str | int = "",
     ) -> "SyncStream":
         """As ``AsyncClient.submit``."""
         stream = self._run(
@@ -101,6 +102,7 @@ class Client:
                 tenant=tenant,
                 priority=priority,
                 deadline_ms=deadline_ms,
+                slo=slo,
             )
         )
         return SyncStream(self, stream)

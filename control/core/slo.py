@@ -113,6 +113,11 @@ def _target(flag: str, text: str, value: str) -> tuple[float, int]:
 
 def slo_problem(submit: Submit, slo: Slo | None) -> tuple[str, str, str] | None:
     """Why a submission's class is refused: code, field and message."""
+    if submit.tbt_ms and slo is not None:
+        # The strictest that decodes decides for all: nobody may ask for more than the operator promises.
+        least = round(1e3 * min(found.tbt for found in slo.classes))
+        if submit.tbt_ms < least:
+            return "invalid", "slo", f"a target must be at least {least} ms here, not {submit.tbt_ms}"
     if not submit.slo:
         return None
     names = [name for name, _ in DEFAULT_CLASSES] if slo is None else slo.names

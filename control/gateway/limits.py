@@ -17,6 +17,8 @@ MAX_STOP_CHARS = 1024
 MAX_STOP_IDS = 32
 #: Characters of a tenant's name.
 MAX_TENANT = 256
+#: Characters of the name of a class of the time between tokens.
+MAX_SLO_NAME = 64
 #: Choices of a request: its prompts times n.
 MAX_CHOICES = 256
 MAX_LOGIT_BIASES = MAX_BIASES
@@ -77,4 +79,5 @@ RANGES: dict[str, Range] = {
     "prompt_logprobs": Range(0, MAX_TOP_LOGPROBS),
     "priority": Range(-client.MAX_PRIORITY, client.MAX_PRIORITY),
     "deadline_ms": Range(1, client.MAX_DEADLINE_MS),
+    "slo": Range(1, client.MAX_TBT_MS),
 }

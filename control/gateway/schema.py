@@ -42,6 +42,8 @@ class CommonFields(Struct, kw_only=True):
     cache_salt: str | None = None
     priority: int | None = None
     deadline_ms: int | None = None
+    #: A class of the time between tokens, or a target in milliseconds.
+    slo: str | int | None = None
     tenant: str | None = None
     user: str | None = None
 

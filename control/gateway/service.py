@@ -21,6 +21,7 @@ from .limits import (
     INLINE_CHARS,
     MAX_CHOICES,
     MAX_PROMPT_LOGPROBS,
+    MAX_SLO_NAME,
     MAX_STOP_CHARS,
     MAX_STOP_IDS,
     MAX_STOPS,
@@ -58,6 +59,8 @@ class Wish:
     tenant: str = ""
     priority: int = 0
     deadline_ms: int = 0
+    #: Class of the time between tokens, or a target in milliseconds.
+    slo: str | int = ""
 
 
 class Service:
@@ -163,6 +166,7 @@ class Service:
             tenant=_tenant(request),
             priority=request.priority or 0,
             deadline_ms=request.deadline_ms or 0,
+            slo=_slo(request),
         )
 
     async def start(self, prompts: list[Prompt], wish: Wish, name: str) -> list[Generation]:
@@ -197,6 +201,7 @@ class Service:
                         tenant=wish.tenant,
                         priority=wish.priority,
                         deadline_ms=wish.deadline_ms,
+                        slo=wish.slo,
                     )
                     if leader is None:
                         leader = stream
@@ -279,6 +284,15 @@ def _tenant(request: CommonFields) -> str:
         raise invalid(text, "tenant", "invalid_value")
     user = request.user or ""
     return request.tenant or (user if len(user) <= MAX_TENANT else hashlib.sha256(user.encode()).hexdigest())
+
+
+def _slo(request: CommonFields) -> str | int:
+    """Which names are classes, the control process knows. Raises ``ApiError``."""
+    slo = request.slo
+    if isinstance(slo, str) and not 1 <= len(slo) <= MAX_SLO_NAME:
+        text = f"slo must be the name of a class, of 1 to {MAX_SLO_NAME} characters, or a number of milliseconds"
+        raise invalid(text, "slo", "invalid_value")
+    return "" if slo is None else slo
 
 
 def _salt(request: CommonFields) -> bytes:

@@ -225,12 +225,16 @@ def test_the_strictest_class_that_decodes_decides() -> None:
 
 
 def test_a_request_may_have_a_target_of_its_own() -> None:
-    server = device(profiled=True)
+    server = device(slo="batch=1s,chat=40ms", profiled=True)
     server.submit(0, 50, 300, tbt_ms=40)
     server.submit(1, 8000, 1, at=1.0)
+    server.submit(2, 50, 5, tbt_ms=39)
     server.run(60.0)
     assert server.seen.requests[1].tokens == 1 and server.seen.requests[0].tokens == 300
     assert held(server, 1.0, target=0.04) >= 0.99
+    (rejected,) = server.seen.rejected
+    assert (rejected.code, rejected.field) == ("invalid", "slo")
+    assert rejected.message == "a target must be at least 40 ms here, not 39"
 
 
 def test_a_class_may_cap_its_chunks() -> None:
