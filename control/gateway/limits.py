@@ -55,7 +55,7 @@ class Range:
         return self.low <= value <= self.high
 
     def __str__(self) -> str:
-        return f"between {self.low:g} and {self.high:g}"
+        return f"between {self.low:.12g} and {self.high:.12g}"
 
 
 #: Inclusive, by field. top_k -1 and 0 both mean off; max_tokens 0 is for ``echo``; logit_bias is about its values.

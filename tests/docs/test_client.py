@@ -40,8 +40,9 @@ def forms(control: LoopServer) -> dict[str, int]:
     counts = {"dense": 0, "sparse": 0, "merged": 0}
     send = control.control.delivery._send
 
-    def note(identity: bytes, frame: bytes):
-        sent = send(identity, frame)
+    def note(identity: bytes, frames: list[bytes]):
+        sent = send(identity, frames)
+        (frame,) = frames
         message = decode_to_client(frame)
         if sent == "sent" and isinstance(message, Tick) and message.ids:
             counts["dense" if message.dense else "sparse"] += 1

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import zmq
 from evenflow.control.wire import (
+    NO_SLOT,
     PROTOCOL_VERSION,
     Abort,
     ClientHello,
@@ -169,6 +170,16 @@ class FakeControl:
                 peer.sequence += 1
                 job.started = False
                 job.slot = self._slot()
+
+    def end(self, key: int, reason: str, message: str = "") -> None:
+        """End a request before its time."""
+        for identity, peer in self.peers.items():
+            job = peer.jobs.pop(key, None)
+            if job is not None:
+                slot = job.slot if job.started else NO_SLOT
+                end = End(key, slot, reason, job.sent, self.cached_tokens, message)
+                self.send(identity, Tick(peer.sequence, 0, b"", False, b"", ends=[end]))
+                peer.sequence += 1
 
     def _slot(self) -> int:
         if self.fixed_slot is not None:
