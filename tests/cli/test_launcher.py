@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,7 +29,10 @@ def wait_for(what: Callable[[], object], seconds: float = PATIENCE) -> None:
 class Served:
     """A running launcher, its log of events, and what it printed."""
 
-    def __init__(self, folder: Path, modes: str = "", port: int = 0, limit: float = 30.0) -> None:
+    def __init__(
+        self, folder: Path, modes: str = "", port: int = 0, limit: float = 30.0, place: Path | None = None
+    ) -> None:
+        """``place``: where its private directories go, else where those of all servers do."""
         self.folder = folder
         self.log = folder / "log"
         self._out = folder / "out"
@@ -39,6 +43,7 @@ class Served:
                 stdout=out,
                 stderr=err,
                 start_new_session=True,
+                env=None if place is None else {**os.environ, "XDG_RUNTIME_DIR": str(place)},
             )
 
     @property
@@ -90,10 +95,10 @@ Serve = Callable[..., Served]
 def start(tmp_path: Path) -> Iterator[Serve]:
     servers: list[Served] = []
 
-    def serve(modes: str = "", port: int = 0, limit: float = 30.0) -> Served:
+    def serve(modes: str = "", port: int = 0, limit: float = 30.0, place: Path | None = None) -> Served:
         folder = tmp_path / str(len(servers))
         folder.mkdir()
-        servers.append(Served(folder, modes, port, limit))
+        servers.append(Served(folder, modes, port, limit, place))
         return servers[-1]
 
     yield serve
@@ -238,16 +243,21 @@ def test_control_that_does_not_end_is_killed(start: Serve) -> None:
 
 
 def test_killed_launcher_leaves_no_process_and_the_next_one_tidies_up(start: Serve) -> None:
-    server = start("worker0.0=stubborn")
-    server.wait_ready()
-    server.process.kill()
-    server.wait_exit()
-    wait_for(server.children_gone)
-    assert all(folder.exists() for folder in server.directories())
-    other = start()
-    other.wait_ready()
-    assert not any(folder.exists() for folder in server.directories())
-    assert all(folder.exists() for folder in other.directories())
+    # A place of its own: whichever server of this machine starts next tidies up after all that were killed.
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        place = Path(name)
+        server = start("worker0.0=stubborn", place=place)
+        server.wait_ready()
+        server.process.kill()
+        server.wait_exit()
+        wait_for(server.children_gone)
+        assert all(folder.exists() for folder in server.directories())
+        other = start(place=place)
+        other.wait_ready()
+        assert not any(folder.exists() for folder in server.directories())
+        assert all(folder.exists() for folder in other.directories())
+        other.process.send_signal(signal.SIGTERM)
+        other.wait_exit()
 
 
 def test_port_taken_is_known_before_anything_is_loaded_ft4(start: Serve) -> None:

@@ -141,12 +141,12 @@ def test_obs_2_a_refusal_is_remembered_for_a_moment(tmp_path: Path, monkeypatch:
             for _ in range(2):
                 error_of(await g.completion(), 429)
             assert len(g.control.submits) == 2
-            g.control.refuse = Refused(1, "overloaded", "max_queued", "too many requests", 1000)
+            g.control.refuse = Refused(1, "overloaded", "max_queued", "too many requests", 700_000)
             error_of(await g.completion(), 429)
             assert len(g.control.submits) == 3
             g.control.refuse = None
             response = await g.http.post("/v1/completions", content=unread())
-            assert error_of(response, 429) and response.headers["retry-after"] == "1000"
+            assert error_of(response, 429) and response.headers["retry-after"] == "700"
             g.service._full_until = 0.0
             assert (await g.completion()).status_code == 200
 

@@ -96,7 +96,7 @@ def _readmit_at_once() -> None:
         if seq in replica.settling:
             replica._settled(seq, replica.ended)
 
-    _after(Replica, "_preempt", again)
+    _after(Replica, "preempt", again)
 
 
 def _forget_the_settling() -> None:

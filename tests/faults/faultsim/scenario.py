@@ -238,13 +238,17 @@ def _draw_ask(
         ahead = shadow_tokens(prompt, max(0, min(count or 20, length - len(prompt))), sampling, vocab_size=VOCAB)
         stop_ids = (random.choice(ahead or [1]), random.randrange(VOCAB))
         min_tokens = random.choice((0, 0, 3))
-    extras: dict[str, Any] = {"tenant": random.choice(("", "a", "b")), "priority": random.choice((0, 0, -5, 3))}
+    extras: dict[str, Any] = {"tenant": random.choice(("", "a", "b"))}
+    if scenario.limits.admission == "priority":
+        extras["priority"] = random.choice((0, 0, -5, 3))
     if random.random() < 0.1:
         extras["deadline_ms"] = random.choice((100, 1000, 10_000))
     if scenario.limits.slo is not None:
         extras["slo"] = random.choice(("", *scenario.limits.slo.names))
     if random.random() < 0.2:
-        extras["tbt_ms"] = random.choice((1, 50, 1000))
+        slo = scenario.limits.slo
+        least = 1 if slo is None else round(1e3 * min(found.tbt for found in slo.classes))
+        extras["tbt_ms"] = max(least, random.choice((1, 50, 1000)))
     return Ask(
         number,
         client,
