@@ -204,6 +204,9 @@ class FairQueue(WaitingQueue):
     def head(self) -> Sequence:
         return self._top().items[0]
 
+    def tail(self) -> Sequence:
+        return max((share for share in self._shares.values() if share.items), key=Share.key).items[-1]
+
     def least(self) -> float:
         """The least counter of those that wait; there must be one."""
         return self._top().account.counter

@@ -81,6 +81,7 @@ def _check_order(replica: Replica) -> None:
         _require(places == sorted(set(places)), "the queue is not in admission order")
     if waiting:
         _require(queue.head() is min(waiting, key=place), "the head is not the first of those that wait")
+        _require(queue.tail() is waiting[-1], "the tail is not the last of those that wait")
     if replica.running:
         last = max(replica.running, key=place)
         _require(queue.last() is last, f"{last} is not the next to be preempted")
