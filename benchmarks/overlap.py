@@ -30,13 +30,14 @@ async def _drive(server: Served, stages: int, seconds: float) -> dict[str, float
     """Differences of the server's counters over ``seconds`` of steady decoding."""
     draw = random.Random(3)
     async with AsyncClient(server.endpoint) as client:
-        await client.wait_connected(30)
+        welcome = await client.wait_connected(30)
         streams: list[Stream] = []
         for _ in range(RUNNING):
-            prompt = [draw.randrange(1, 50_000) for _ in range(32)]
+            prompt = [draw.randrange(1, welcome.vocab_size) for _ in range(32)]
             streams.append(await client.submit(prompt, max_tokens=int(1000 * (seconds + 30) / STEP_MS)))
-        while (await client.status()).values["num_decoding"] < RUNNING:
-            await asyncio.sleep(0.2)
+        async with asyncio.timeout(30):
+            while (await client.status()).values["num_decoding"] < RUNNING:
+                await asyncio.sleep(0.2)
         await asyncio.sleep(1.0)
         before = (await client.status()).values
         await asyncio.sleep(seconds)
