@@ -164,7 +164,8 @@ class Worker:
         inputs come meanwhile. Whether they have.
         """
         links, outcome = self._links, self._owed[0] if self._owed is not None else None
-        if links is None or links.inbound is None or outcome is None:
+        if links is None or links.inbound is None or outcome is None or not self._executor.queued:
+            # Without a plan at hand it is control that is waited for, and first of all heard.
             return False
         wait_us = min(STAND_BACK_US, (outcome.ended_us - outcome.started_us) // _STAND_BACK_PART)
         running = self._executor.running
