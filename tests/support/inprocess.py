@@ -3,7 +3,7 @@ loopback links, and a client that believes only what the ticks say. Tests choose
 
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import inf
 
 from evenflow.control.core.engine import Engine
@@ -262,6 +262,17 @@ class InProcess:
             if self.results[index]:
                 found.append((self._return, index, 0))
         return found
+
+    def walk(self, seed: int, steps: int) -> Iterator[None]:
+        """Do up to ``steps`` of ``actions``, each chosen by ``seed``; yields after each."""
+        for i in range(steps):
+            actions = self.actions()
+            if not actions:
+                return
+            seed = seed * 1103515245 + 12345 + i & 0x7FFFFFFF
+            action, replica, stage = actions[(seed >> 8) % len(actions)]
+            action(replica, stage)
+            yield
 
     def _run_stage(self, replica: int, stage: int) -> None:
         result = self.replicas[replica].run_stage(stage)

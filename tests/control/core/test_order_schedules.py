@@ -105,13 +105,8 @@ class Orders(RuleBasedStateMachine):
 
     @rule(seed=st.integers(0, 1 << 30), steps=st.integers(1, 40))
     def advance(self, seed: int, steps: int) -> None:
-        for i in range(steps):
-            actions = self.server.actions()
-            if not actions:
-                return
-            seed = seed * 1103515245 + 12345 + i & 0x7FFFFFFF
-            action, replica, stage = actions[(seed >> 8) % len(actions)]
-            action(replica, stage)
+        for _ in self.server.walk(seed, steps):
+            pass
 
     @rule()
     def wake(self) -> None:

@@ -125,13 +125,7 @@ class Schedules(RuleBasedStateMachine):
 
     @rule(seed=st.integers(0, 1 << 30), steps=st.integers(1, 40))
     def advance(self, seed: int, steps: int) -> None:
-        for i in range(steps):
-            actions = self.server.actions()
-            if not actions:
-                return
-            seed = seed * 1103515245 + 12345 + i & 0x7FFFFFFF
-            action, replica, stage = actions[(seed >> 8) % len(actions)]
-            action(replica, stage)
+        for _ in self.server.walk(seed, steps):
             self.watch()
 
     @precondition(lambda self: self.crashes < 2)

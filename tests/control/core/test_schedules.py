@@ -146,13 +146,8 @@ class Schedules(RuleBasedStateMachine):
     @rule(data=st.data(), steps=st.integers(1, 40))
     def advance(self, data: st.DataObject, steps: int) -> None:
         seed = data.draw(st.integers(0, 1 << 30))
-        for i in range(steps):
-            actions = self.server.actions()
-            if not actions:
-                return
-            seed = seed * 1103515245 + 12345 + i & 0x7FFFFFFF
-            action, replica, stage = actions[(seed >> 8) % len(actions)]
-            action(replica, stage)
+        for _ in self.server.walk(seed, steps):
+            pass
 
     @precondition(lambda self: self.crashes < 2 and len(self.down) < len(self.server.replicas))
     @rule(replica=st.integers(0, 1), keep_results=st.booleans())
