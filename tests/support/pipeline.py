@@ -13,7 +13,7 @@ from evenflow.control.bubbles import BubbleAccount
 from evenflow.control.core.engine import Engine
 from evenflow.control.core.events import Delivered, Event, Limits, ReplicaUp, Returned, SendPlan, Submitted
 from evenflow.control.core.integrity import check_integrity
-from evenflow.control.core.replica import _bits
+from evenflow.control.core.packing import bits
 from evenflow.control.wire import Result, Submit
 from msgspec.structs import replace
 
@@ -56,7 +56,7 @@ class Timeline:
     def run(self, send: SendPlan, received: int) -> Ran:
         """The iteration of a plan that comes to all stages at ``received``."""
         plan = send.plan
-        slots = _bits(plan.decodes)
+        slots = bits(plan.decodes)
         ready = max((self._ids[slot] for slot in slots), default=0)
         ran = Ran(send)
         for stage in range(self.stages):
@@ -157,7 +157,7 @@ class Pipeline:
     def _deliver(self, delivered: Delivered) -> None:
         for slot, seq in delivered.starts:
             self._owners[slot] = seq.key
-        for slot in _bits(bytes(delivered.live)):
+        for slot in bits(bytes(delivered.live)):
             self.requests[self._owners[slot]].tokens.append(self.now)
 
     # ---- what came out
