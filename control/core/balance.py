@@ -18,6 +18,10 @@ beside what an iteration costs anyway. So of the numbers of turns that delay the
 ``PATIENCE``, the largest is taken; both costs are measured, as what iterations without prompts take, and what others
 take beyond that.
 
+**A promise in milliseconds.** What moves waits for its next token by the turns between the two lanes longer than a
+round. With a budget in seconds, nothing moves that would miss its target so, unless the lane's decodes miss it anyway.
+While there are prompts to read, that budget evens out the lanes by itself: one with less to decode reads more.
+
 With one stage there is one lane, and none of this happens.
 """
 
@@ -102,6 +106,8 @@ class Balance:
 
     def even_out(self, replica: Replica, lane: Lane) -> None:
         """Before a turn of ``lane`` is planned: let it give sequences to other lanes."""
+        if replica.budget is not None and not replica.budget.bears_moves(lane.count, lane.kv_tokens):
+            return
         least = _least(replica, lane)
         while lane.count - least.count > 1:
             gap = self.cost(lane) - self.cost(least)

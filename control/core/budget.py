@@ -111,6 +111,9 @@ class Budget:
         self._waited = 0  #: iterations since prefill last had some, while it waited for room
         self._begun = 0.0  #: when the oldest plan that is out could begin
         self._holds = False  #: the next plan is being held
+        # Of the choice that was begun, which becomes an iteration only if a plan is made of it.
+        self._withholds = False  #: prefill waits
+        self._overloaded = False  #: its decodes alone miss the target
         self._planned: list[float] = []  #: predicted seconds of the newest plans since none was out
         self._results = 0
         self._measured: list[float] = []  #: seconds of the newest results, and what was predicted of them
@@ -196,6 +199,16 @@ class Budget:
                 least = seconds
         return least
 
+    def bears_moves(self, decodes: int, kv_tokens: int) -> bool:
+        """Whether decodes of a lane that has these may move to others, whose turns can be almost a round later."""
+        if self.strictest == inf:
+            return True
+        pace = max(self._planned[-self._stages :], default=0.0)
+        bound = self._around((2 * self._stages - 1) * pace) * (1.0 + self.margin)
+        if bound <= self.strictest:
+            return True
+        return self.model.predict(Features(0, 0, decodes, kv_tokens)) > self.iteration_s(self.strictest)
+
     def chunk_s(self, tokens: int, computed: int) -> float:
         """Seconds that a chunk of ``tokens`` tokens after ``computed`` others adds."""
         coefficients = self.model.coefficients
@@ -228,6 +241,7 @@ class Budget:
             if self.tokens <= 0:
                 return False
         self.admits = True
+        self._withholds = self._overloaded = False
         self.limit = self.iteration_s(self.strictest)
         if self.limit == inf:
             self._waited = 0
@@ -247,11 +261,9 @@ class Budget:
             if self._hurries and hurried is not None:
                 self._spread(base, computed, hurried)
             return True
-        if spare < 0.0:
-            self.unreachable += 1
-        self._waited += 1
-        if self._waited < EVERY:
-            self.withheld += 1
+        self._overloaded = spare < 0.0
+        if self._waited < EVERY - 1:
+            self._withholds = True
             return False
         self._waited = 0
         # A target that one decode alone would miss is missed however few are admitted.
@@ -280,6 +292,12 @@ class Budget:
             self._begun = self.now
             self._planned, self._measured, self._predicted = [], [], []
         features = Features(self._padded(prefill, decodes), attention, decodes, kv_tokens)
+        if self._withholds:
+            self._waited += 1
+            self.withheld += 1
+        if self._overloaded:
+            self.unreachable += 1
+        self._withholds = self._overloaded = False
         held, self._holds = self._holds, False
         if held:
             self.plans_held += 1
@@ -358,10 +376,13 @@ class Budget:
             # The wait for a plan is in it.
             return
         expected = self._around(passage(self._predicted, count, self._stages))
+        if expected <= 0.5 * timed.target:
+            # Of rounds without prefill nothing is asked; nor do they tell what those with prefill take.
+            return
         self._round.update([passage(self._measured, count, self._stages) / self._unit, 1.0], seconds)
         bound = expected * (1.0 + self.margin)
-        if expected > 0.5 * timed.target and seconds < _PAUSE * bound:
-            # Of rounds without prefill nothing is asked, and a pause is not undone by smaller chunks.
+        if seconds < _PAUSE * bound:
+            # A pause is not undone by smaller chunks.
             step = _MARGIN_STEP * (1.0 - _MISSES if seconds > bound else -_MISSES)
             self.margin = min(max(self.margin + step, 0.0), _MOST_MARGIN)
 

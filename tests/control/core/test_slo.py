@@ -25,12 +25,12 @@ def floored(f: Features) -> float:
     return max(0.012, 0.002 + 1e-4 * f.prefill + 1.5e-7 * f.attention + 3e-5 * f.decodes + 2e-7 * f.kv_tokens)
 
 
-STAGES = [1]
+STAGES = [1, 4]
 LAWS: dict[str, tuple[Law, int]] = {"linear": (linear, 0), "tiled": (tiled, 64), "floored": (floored, 0)}
 #: The best fixed budget that keeps 99 % of the gaps within 100 ms under the same load, by stages. Found
 #: by a sweep, which takes minutes; that it keeps them is tested, that no larger one does is not.
 BEST_FIXED = {
-    "linear": {1: 112, 4: 96},
+    "linear": {1: 112, 4: 88},
     "tiled": {1: 192, 4: 128},
     "floored": {1: 112, 4: 96},
 }
@@ -283,15 +283,18 @@ def test_counts_of_classes_follow_preemption_aborts_and_lost_replicas() -> None:
 
 @pytest.mark.parametrize("stages", STAGES)
 def test_a_target_that_the_device_cannot_meet_is_reported_and_prefill_goes_on(stages: int) -> None:
-    server = busy(device(slo="4ms", stages=stages), 30.0)
+    server = busy(device(slo="4ms", stages=stages), 10.0)
     budget = budget_of(server)
+    withheld = budget.withheld
+    server.run(30.0)
     assert budget.unreachable > 100 and budget.missed > 100
     done = [r for r in server.seen.requests.values() if r.ended]
     assert len(done) >= 2, "prefill does not starve"
-    mixed = [i for i in server.seen.iterations if i.sent > 10.0 and i.plan.decodes]
-    chunks = [sum(i.chunks) for i in mixed if i.chunks]
-    assert chunks and max(chunks) <= 16
-    assert len(chunks) / len(mixed) == pytest.approx(0.25, abs=0.05)
+    iterations = [i for i in server.seen.iterations if i.sent > 10.0]
+    assert max(sum(i.chunks) for i in iterations if i.plan.decodes) <= 16
+    # A tile goes beside decodes, or into a lane that has none: either way it is one iteration in four.
+    read = sum(1 for i in iterations if 0 < sum(i.chunks) <= 16)
+    assert read / (read + budget.withheld - withheld) == pytest.approx(0.25, abs=0.02)
 
 
 def test_decodes_that_fill_the_target_keep_new_requests_out_and_prefill_gets_every_fourth() -> None:
