@@ -8,6 +8,8 @@ from ..control.wire import Sample
 
 #: Seconds after which no other iteration is begun, and that none is expected to take longer than.
 PROFILE_S, LONGEST_S = 1.2, 0.4
+#: So many shapes are measured however long it takes.
+NEEDED = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +63,17 @@ def measure(
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Sample]:
     """Time ``run`` on the shapes of at most ``tokens`` tokens that do not reach beyond ``length``. Each runs twice,
-    as far as there is time, and the quicker run counts."""
+    as far as there is time, and the quicker run counts: the first of a process may take many times as long as others,
+    so the two shapes that are always measured run twice in any case."""
     samples: list[Sample] = []
     began = clock()
     each = 0.0  #: seconds of a prefill token so far
     for shape in SHAPES:
-        if len(samples) >= 2 and clock() - began > PROFILE_S:
+        if len(samples) >= NEEDED and clock() - began > PROFILE_S:
             break
-        if shape.tokens > tokens or shape.context + shape.each > length or shape.prefill * each > LONGEST_S:
+        if shape.tokens > tokens or shape.context + shape.each > length:
+            continue
+        if len(samples) >= NEEDED and shape.prefill * each > LONGEST_S:
             continue
         took = 0.0
         for _ in range(2):
@@ -76,7 +81,7 @@ def measure(
             run(shape)
             seconds = clock() - start
             took = min(took, seconds) if took else seconds
-            if clock() - began > PROFILE_S or seconds > LONGEST_S / 4:
+            if len(samples) >= NEEDED and (clock() - began > PROFILE_S or seconds > LONGEST_S / 4):
                 break
         if shape.prefill:
             each = took / shape.prefill

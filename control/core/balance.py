@@ -19,8 +19,8 @@ beside what an iteration costs anyway. So of the numbers of turns that delay the
 take beyond that.
 
 **A promise in milliseconds.** What moves waits for its next token by the turns between the two lanes longer than a
-round. With a budget in seconds, nothing moves that would miss its target so, unless the lane's decodes miss it anyway.
-While there are prompts to read, that budget evens out the lanes by itself: one with less to decode reads more.
+round. With a budget in seconds, nothing moves that would miss its target so, unless the lane's decodes miss it in any
+case. While there are prompts to read, that budget evens out lanes by itself: one with less to decode reads more.
 
 With one stage there is one lane, and none of this happens.
 """

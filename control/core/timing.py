@@ -6,7 +6,8 @@ whose memory fades: in the form of a Kalman filter whose coefficients wander a l
 does not show keeps its value, and its uncertainty grows only up to a bound. Coefficients never fall below zero.
 A measurement far outside what is believed counts as if it lay at the edge, since a pause of the machine says nothing
 of the model; three in a row on the same side do: then the device has become slower or faster, and the terms that
-these iterations had are scaled.
+these iterations had are scaled. Rows are counted apart for batches of different terms: where decodes take what they
+should and only chunks do not, it is the terms of the chunks that are wrong.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ _LEAST = 0.05
 _GATE = 4.0
 #: So many cut-off measurements on one side mean that the device has changed.
 _CHANGED = 3
+#: Measurements for which terms count as right after a batch of no others took what was expected.
+_CONFIRMED = 6
+#: A term is scaled to this part of itself at the least.
+_LEAST_SCALE = 0.02
 #: Relative standard deviation of a measurement: at first, at least and at most.
 _NOISE, _LEAST_NOISE, _MOST_NOISE = 0.05, 0.01, 0.3
 #: Weight of a measurement in the estimate of the noise.
@@ -45,7 +50,7 @@ class Estimator:
     ``coefficients`` are the first belief, ``doubt`` its standard deviation relative to each. Values are positive.
     """
 
-    __slots__ = ("_cov", "_mean", "_run", "_side", "_size", "coefficients", "noise", "seen")
+    __slots__ = ("_confirmed", "_cov", "_mean", "_runs", "_size", "coefficients", "noise", "seen")
 
     def __init__(self, coefficients: Sequence[float], doubt: float) -> None:
         self._size = len(coefficients)
@@ -53,8 +58,10 @@ class Estimator:
         self.seen = 0  #: measurements taken in
         self.noise = _NOISE  #: relative standard deviation of a measurement
         self._mean = sum(self.coefficients) / self._size
-        self._side = 0
-        self._run: list[float] = []  #: measured by expected, of the last measurements that were cut off
+        #: By the terms of a batch (a bit each): when one of these last took what was expected, in measurements.
+        self._confirmed: dict[int, int] = {}
+        #: By the terms of a batch: side, inputs and value of the last measurements, if they were cut off.
+        self._runs: dict[int, list[tuple[int, list[float], float]]] = {}
         self._cov: list[list[float]] = [[0.0] * self._size for _ in range(self._size)]
         self._widen(doubt)
 
@@ -100,15 +107,17 @@ class Estimator:
         surprise = measured - expected
         edge = _GATE * sqrt(spread)
         if surprise > edge:
-            if self._beyond(1, inputs, measured / base):
+            if self._beyond(1, inputs, measured):
                 return
             surprise = edge
         elif surprise < -edge:
-            if self._beyond(-1, inputs, measured / base):
+            if self._beyond(-1, inputs, measured):
                 return
             surprise = -edge
         else:
-            self._side = 0
+            terms = _terms_of(inputs)
+            self._confirmed[terms] = self.seen
+            self._runs[terms] = []
         # What the measurement does not show keeps its value, also where it is correlated with what does: small
         # batches may follow a law of their own (the host's), from which nothing is to be concluded for others.
         for i in range(size):
@@ -129,17 +138,35 @@ class Estimator:
         self._keep_positive()
         self._wander()
 
-    def _beyond(self, side: int, inputs: list[float], ratio: float) -> bool:
-        """Note a measurement that was cut off, ``ratio`` times what was expected; true if it was the one that proves
-        a change, which is made: to the coefficients that had a part in it."""
-        if side != self._side:
-            self._side, self._run = side, []
-        self._run.append(ratio)
-        if len(self._run) < _CHANGED:
+    def _beyond(self, side: int, inputs: list[float], measured: float) -> bool:
+        """Note a measurement that was cut off; true if it was the one that proves a change, which is made: to the
+        coefficients that had a part in it, but for those that other batches have just confirmed."""
+        terms = _terms_of(inputs)
+        run = self._runs.get(terms)
+        if run is None or (run and run[0][0] != side):
+            self._runs[terms] = run = []
+        run.append((side, inputs, measured))
+        if len(run) < _CHANGED:
             return False
-        scale = sorted(self._run)[_CHANGED >> 1]
-        self._side, self._run = 0, []
-        factors = [scale if inputs[i] > 0.0 else 1.0 for i in range(self._size)]
+        right = 0
+        for others, at in self._confirmed.items():
+            if others != terms and others & ~terms == 0 and self.seen - at <= _CONFIRMED:
+                right |= others
+        wrong = terms & ~right
+        if not wrong:
+            wrong = terms
+        scales: list[float] = []
+        for _, shown, took in run:
+            rest, part = took, 0.0
+            for i in range(self._size):
+                if wrong >> i & 1:
+                    part += self.coefficients[i] * shown[i]
+                else:
+                    rest -= self.coefficients[i] * shown[i]
+            scales.append(max(rest / max(part, _LEAST * self._mean), _LEAST_SCALE))
+        scale = sorted(scales)[_CHANGED >> 1]
+        self._runs[terms] = []
+        factors = [scale if wrong >> i & 1 else 1.0 for i in range(self._size)]
         for i in range(self._size):
             self.coefficients[i] *= factors[i]
             row = self._cov[i]
@@ -182,6 +209,15 @@ class Estimator:
                     cov[j][i] = cov[i][j]
                 doubt = most * most
             cov[i][i] = doubt
+
+
+def _terms_of(inputs: list[float]) -> int:
+    """A bit for each term that has a part in a value."""
+    terms = 0
+    for i in range(len(inputs)):
+        if inputs[i] > 0.0:
+            terms |= 1 << i
+    return terms
 
 
 class Features:

@@ -111,6 +111,24 @@ def test_a_device_that_changes_its_speed_is_followed_at_once(scale: float) -> No
     assert quantile(found[5:], 0.9) < 0.15
 
 
+@pytest.mark.parametrize("scale", [20.0, 3.0, 1 / 3.0, 0.1])
+def test_a_profile_that_is_wrong_about_prompts_alone_is_mended_by_a_few_chunks(scale: float) -> None:
+    """First chunks may take many times what later ones take. Decodes in between are as expected."""
+    law = linear()
+    samples = [Features(0, 0, n, n * c) for n, c in ((1, 32), (16, 32), (16, 1024))]
+    samples += [Features(n, attention_work(c, n), 0, 0) for n, c in ((16, 0), (64, 0), (64, 1984), (256, 0))]
+    model = TimeModel()
+    model.fit([(f, law(f) * (scale if f.prefill else 1.0)) for f in samples])
+    decodes = Features(0, 0, 8, 8 * 300)
+    for k in range(5):
+        chunk = Features(16, attention_work(16 * k, 16), 8, 8 * 300)
+        for batch in (decodes, decodes, decodes, chunk):
+            model.learn(batch, law(batch))
+    assert model.predict(decodes) == pytest.approx(law(decodes), rel=0.1)
+    large = Features(128, attention_work(100, 128), 8, 8 * 300)
+    assert model.predict(large) == pytest.approx(law(large), rel=0.5)
+
+
 def test_a_pause_of_the_machine_is_not_believed() -> None:
     model = TimeModel()
     errors(model, linear(), load(8, 300), noise=0.02)
