@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
 from collections.abc import Callable
 from typing import Any
 
-from .gatekeeper import Gatekeeper, open_doors
+from .gatekeeper import open_doors
 from .host import Take
 from .intake import Intake
+from .local_router import LocalRouter
 from .options import ControlOptions
 from .publisher import Publisher
 from .wire.keys import Role
-from .wire.sockets import DEFAULT_HWM, Socket, bind_clients, bind_router, close_context, new_context
+from .wire.sockets import DEFAULT_HWM, Socket, bind_router, close_context, make_client_router, new_context
 
 
 class LoopHost:
@@ -47,24 +49,26 @@ class SocketPorts:
     def __init__(
         self, loop: asyncio.AbstractEventLoop, options: ControlOptions, from_worker: Take, from_client: Take
     ) -> None:
-        self._context = new_context()
-        workers = bind_router(self._context, options.workers, hwm=65_536, receive_hwm=DEFAULT_HWM)
-        self.workers = Intake(loop, workers, from_worker)
-        self.clients = Intake(loop, bind_clients(self._context, options.clients), from_client)
-        self.events = Publisher(self._context, options.events) if options.events else None
-        self.guard: Gatekeeper | None = None
-        try:
-            sockets: dict[Role, Socket] = {"worker": self.workers.socket, "client": self.clients.socket}
-            self.guard = open_doors(loop, self._context, sockets, options.doors, options.keys, options.insecure)
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        self.workers.close()
-        self.clients.close()
-        if self.guard is not None:
-            self.guard.close()
-        if self.events is not None:
-            self.events.close()
-        close_context(self._context)
+        self.remote: Intake | None = None  #: clients in other places
+        self.events: Publisher | None = None
+        with contextlib.ExitStack() as stack:
+            context = new_context()
+            stack.callback(close_context, context)
+            workers = bind_router(context, options.workers, hwm=65_536, receive_hwm=DEFAULT_HWM)
+            self.workers = Intake(loop, workers, from_worker)
+            stack.callback(self.workers.close)
+            sockets: dict[Role, Socket] = {"worker": workers}
+            if any(door.role == "client" for door in options.doors):
+                # Their keys are ZeroMQ's business.
+                sockets["client"] = make_client_router(context)
+                self.remote = Intake(loop, sockets["client"], from_client)
+                stack.callback(self.remote.close)
+            self.clients = LocalRouter(loop, options.clients, from_client, self.remote)
+            stack.callback(self.clients.close)
+            if options.events:
+                self.events = Publisher(context, options.events)
+                stack.callback(self.events.close)
+            self.guard = open_doors(loop, context, sockets, options.doors, options.keys, options.insecure)
+            if self.guard is not None:
+                stack.callback(self.guard.close)
+            self.close = stack.pop_all().close

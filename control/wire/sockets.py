@@ -11,6 +11,8 @@
 - ``tcp://`` is for CURVE: a bind without keys is refused, on loopback addresses too, unless the caller insists. Peers
   that fall silent are found by ZeroMQ's own heartbeats, whatever they compute.
 
+The control process serves its clients on the same machine by a socket of the system's own (``listen_ipc``).
+
 Callers: the control process, its clients and its workers. No event loop is assumed.
 """
 
@@ -42,6 +44,8 @@ _MAX_SUBSCRIPTION_BYTES = 128
 #: How soon a lost connection is tried again, in milliseconds, and the slowest retry.
 _RECONNECT_MS = 20
 _RECONNECT_MAX_MS = 500
+#: Connections that wait to be accepted on a socket of the system's own.
+_BACKLOG = 1024
 #: Between machines: how often a peer is asked for a sign of life, and when it is given up, in milliseconds.
 _HEARTBEAT_MS = 2000
 _HEARTBEAT_TIMEOUT_MS = 10_000
@@ -93,23 +97,20 @@ def bind_router(
     *,
     handover: bool = True,
     hwm: int = DEFAULT_HWM,
-    send_hwm: int | None = None,
     receive_hwm: int | None = None,
     insecure: bool = False,
 ) -> Socket:
     """A ROUTER on ``endpoint``. With ``handover`` a peer that dials again under its old name replaces itself.
-    ``hwm`` bounds its queues, ``send_hwm`` those of what it sends, ``receive_hwm`` those of what it has not read.
+    ``hwm`` bounds its queues, ``receive_hwm`` those of what it has not read.
 
     ``insecure``: a ``tcp://`` endpoint may be without keys. ``bind_tcp`` is for one with them.
     """
-    router = _make(context, zmq.ROUTER, hwm)
-    if send_hwm is not None:
-        router.setsockopt(zmq.SNDHWM, send_hwm)
-    if receive_hwm is not None:
-        router.setsockopt(zmq.RCVHWM, receive_hwm)
-    router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    router.setsockopt(zmq.ROUTER_HANDOVER, int(handover))
-    return _bind(router, endpoint, insecure)
+    return _bind(_make_router(context, handover, hwm, receive_hwm), endpoint, insecure)
+
+
+def make_client_router(context: zmq.Context[Socket]) -> Socket:
+    """The control process's ROUTER for clients in other places, bound nowhere yet: ``bind_tcp`` comes next."""
+    return _make_router(context, True, CLIENT_HWM, DEFAULT_HWM)
 
 
 def bind_tcp(
@@ -137,11 +138,6 @@ def bind_tcp(
     if listener is not None:
         socket.setsockopt(zmq.USE_FD, listener)
     _bind(socket, endpoint, insecure or keys is not None)
-
-
-def bind_clients(context: zmq.Context[Socket], endpoint: str) -> Socket:
-    """The control process's ROUTER for its clients."""
-    return bind_router(context, endpoint, send_hwm=CLIENT_HWM)
 
 
 def bind_publisher(context: zmq.Context[Socket], endpoint: str) -> Socket:
@@ -215,6 +211,32 @@ def ipc_endpoint(path: str | os.PathLike[str]) -> str:
     endpoint = f"ipc://{os.fspath(path)}"
     _check_ipc(endpoint)
     return endpoint
+
+
+def listen_ipc(endpoint: str) -> system_socket.socket:
+    """A stream socket of the system that listens on an ``ipc://`` endpoint and never blocks, for those who speak
+    ZeroMQ's protocol themselves. Raises ``EndpointError``."""
+    path = _check_ipc(endpoint)
+    _clear_stale(path)
+    listener = system_socket.socket(system_socket.AF_UNIX, system_socket.SOCK_STREAM)
+    try:
+        listener.setblocking(False)
+        listener.bind(os.fspath(path))
+        path.chmod(0o600)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise EndpointError(f"cannot bind {endpoint}: {error.strerror}") from None
+    return listener
+
+
+def _make_router(context: zmq.Context[Socket], handover: bool, hwm: int, receive_hwm: int | None) -> Socket:
+    router = _make(context, zmq.ROUTER, hwm)
+    if receive_hwm is not None:
+        router.setsockopt(zmq.RCVHWM, receive_hwm)
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    router.setsockopt(zmq.ROUTER_HANDOVER, int(handover))
+    return router
 
 
 def _make(context: zmq.Context[Socket], kind: int, hwm: int) -> Socket:

@@ -97,12 +97,6 @@ async def output(client: AsyncClient, prompt: int, count: int) -> list[int]:
     return [token async for chunk in stream for token in chunk.ids]
 
 
-def narrow(control: LoopServer) -> None:
-    """Little room in the system's buffers, so that a client that does not read is noticed soon."""
-    control.control._clients.socket.setsockopt(zmq.SNDBUF, 2048)
-    control.control._clients.socket.setsockopt(zmq.SNDHWM, 8)
-
-
 SMALL = {"RCVBUF": 2048, "RCVHWM": 8}
 
 
@@ -112,7 +106,7 @@ def test_zmq_3_a_client_that_never_reads_is_cut_off_and_nobody_else_notices(
     monkeypatch.setattr(merging, "MAX_WAITING_TOKENS", 8_000)
 
     async def work(control: LoopServer, dial: Dial) -> None:
-        narrow(control)
+        control.narrow()
         deaf = dial(**SMALL)
         deaf.say(hello("deaf"), *(ask(key, 10 + key, 15_000) for key in range(8)))
         await control.until(lambda: control.unfinished == 8)
@@ -132,7 +126,7 @@ def test_zmq_3_a_client_that_never_reads_is_cut_off_and_nobody_else_notices(
 
 def test_zmq_3_a_slow_client_misses_nothing(tmp_path: Path) -> None:
     async def work(control: LoopServer, dial: Dial) -> None:
-        narrow(control)
+        control.narrow()
         slow = dial(**SMALL)
         state = ClientState()
         state.start(0.0)
@@ -315,7 +309,7 @@ def test_a_client_that_comes_back_replaces_its_session_at_once(tmp_path: Path) -
 
 def test_draining_waits_for_a_slow_client(tmp_path: Path) -> None:
     async def work(control: LoopServer, dial: Dial) -> None:
-        narrow(control)
+        control.narrow()
         raw = dial(**SMALL)
         raw.say(hello(), ask(1, 5, 1000))
         await control.until(lambda: control.unfinished == 1)

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import zmq
 from evenflow.control.client import AsyncClient
 from evenflow.control.wire import Merged, Tick, Welcome, decode_to_client
 from loop_server import LoopServer
@@ -88,9 +87,7 @@ def test_merged_ticks_and_a_lost_session(tmp_path: Path) -> None:
 
     async def main() -> None:
         async with LoopServer(str(tmp_path), pace=0.05) as control:
-            socket = control.control._clients.socket
-            socket.setsockopt(zmq.SNDBUF, 2048)
-            socket.setsockopt(zmq.SNDHWM, 8)
+            control.narrow()
             counts = forms(control)
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-c", child, control.endpoint), stdout=asyncio.subprocess.PIPE

@@ -5,6 +5,7 @@ What it does with clients is as in a process of its own; the test sees its insid
 
 import asyncio
 import contextlib
+import socket
 
 import zmq
 from evenflow.control.core.events import Limits
@@ -46,7 +47,8 @@ class LoopServer:
 
     async def __aenter__(self) -> "LoopServer":
         self.control = ControlServer(self.options, LoopHost(asyncio.get_running_loop()))
-        self.endpoint = bound_endpoint(self.control._clients.socket)
+        remote = self.control._ports.remote
+        self.endpoint = self.options.clients if remote is None else bound_endpoint(remote.socket)
         self._context = new_context()
         self._tasks = [asyncio.create_task(self._time()), asyncio.create_task(self._work())]
         await self.until(lambda: self.control.supervisor.ready)
@@ -75,6 +77,21 @@ class LoopServer:
     def unfinished(self) -> int:
         engine = self.control.engine
         return 0 if engine is None else sum(map(len, engine.requests.values()))
+
+    def narrow(self) -> None:
+        """Little room on the way to clients that dial from now on, so that one that does not read is noticed soon."""
+        clients, remote = self.control._clients, self.control._ports.remote
+        if remote is not None:
+            remote.socket.setsockopt(zmq.SNDBUF, 2048)
+            remote.socket.setsockopt(zmq.SNDHWM, 8)
+        clients.hwm = 8
+        adopt = clients._adopt
+
+        def adopt_narrow(made: socket.socket) -> None:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
+            adopt(made)
+
+        clients._adopt = adopt_narrow
 
     def submissions(self) -> list[Submit]:
         """Everything that clients submit from now on."""
