@@ -31,6 +31,7 @@ from .core.events import (
 )
 from .core.integrity import IntegrityError, check_integrity
 from .delivery import Delivery
+from .early import EarlyRequests
 from .host import Host, Timer
 from .loop_host import LoopHost
 from .merging import RETRY_S
@@ -88,7 +89,7 @@ class ControlServer:
         self.bad_frames = 0
         self.replies_lost = 0  #: answers to peers without a session that could not be sent
         self.stopped = asyncio.Event()
-        self._early: list[tuple[int, Submit]] = []  #: submissions before any replica was there
+        self._early = EarlyRequests(options.limits)
         self._check = os.environ.get("EVENFLOW_CHECK") == "1"
         self._busy = False
         self._told_ready = False
@@ -132,8 +133,7 @@ class ControlServer:
                     assert self.supervisor.limits is not None
                     self.engine = Engine(self.supervisor.limits)
                 self._step(action.event)
-                early, self._early = self._early, []
-                for owner, submit in early:
+                for owner, submit in self._early.take(self._now()):
                     self._step(Submitted(owner, submit))
             else:
                 self._post(action.identity, [encode(action.message)])
@@ -231,7 +231,7 @@ class ControlServer:
         elif isinstance(message, Submit):
             self._submit(session, message)
         elif isinstance(message, Abort):
-            self._early = [e for e in self._early if (e[0], e[1].key) != (session.owner, message.key)]
+            self._early.drop(session.owner, message.key)
             if self.engine is not None:
                 self._step(Aborted(session.owner, message.key))
         elif isinstance(message, Status):
@@ -273,15 +273,9 @@ class ControlServer:
             retry = 1000 if self.engine is None else self.engine.retry_ms()
             self._refuse(session, Refused(submit.key, "overloaded", "key", text, retry))
         elif self.engine is None:
-            limits, tokens = self.options.limits, sum(len(early.tokens) for _, early in self._early) >> 2
-            if len(self._early) >= limits.max_queued:
-                text = "too many requests wait for the workers"
-                self._refuse(session, Refused(submit.key, "overloaded", "max_queued", text, 1000))
-            elif tokens and tokens + (len(submit.tokens) >> 2) > limits.max_queued_tokens:
-                text = f"{tokens} tokens wait for the workers; with this request's more than may"
-                self._refuse(session, Refused(submit.key, "overloaded", "max_queued_tokens", text, 1000))
-            else:
-                self._early.append((session.owner, submit))
+            early_refused = self._early.add(session.owner, submit, self._now())
+            if early_refused is not None:
+                self._refuse(session, early_refused)
         else:
             self._step(Submitted(session.owner, submit))
 
@@ -290,7 +284,7 @@ class ControlServer:
         self._tell(session, encode(refused))
 
     def _lost(self, session: Session) -> None:
-        self._early = [e for e in self._early if e[0] != session.owner]
+        self._early.drop(session.owner)
         if self.engine is not None:
             self._step(OwnerLost(session.owner))
         self.delivery.forget(session)
@@ -298,7 +292,7 @@ class ControlServer:
     def _unfinished(self, session: Session) -> int:
         if self.engine is not None:
             return len(self.engine.requests.get(session.owner, ()))
-        return sum(owner == session.owner for owner, _ in self._early)
+        return self._early.count(session.owner)
 
     def _tell(self, session: Session, frame: bytes) -> None:
         self.delivery.answer(session, frame, self._now())
@@ -398,6 +392,8 @@ class ControlServer:
         if self._deadline is not None and now >= self._deadline:
             log.warning("drain limit reached: what still runs is ended")
             self._finish()
+        for owner, overdue in self._early.overdue(now):
+            self._refuse(self.sessions.by_owner[owner], overdue)
         if self._events is not None:
             self.telemetry.watch(self._events.watched())
         if self.engine is not None and self.options.limits.slo is not None:

@@ -84,8 +84,9 @@ def from_finish(finish: Finish) -> ApiError:
         return invalid(message, finish.field or None, "context_length_exceeded")
     if finish.code == "invalid":
         return invalid(message, finish.field or None, "invalid_value")
-    if finish.reason in ("deadline", "queue_timeout"):
-        return ApiError(504, message, code=finish.reason, kind="timeout_error")
+    for timeout in ("deadline", "queue_timeout"):
+        if timeout in (finish.reason, finish.code):
+            return ApiError(504, message, code=timeout, kind="timeout_error")
     if finish.reason == "abort":
         return ApiError(503, message, code="aborted", kind="service_unavailable_error")
     return ApiError(500, message, code=finish.code or "internal_error", kind="server_error")

@@ -266,7 +266,8 @@ class Refused(Struct, array_like=True, frozen=True, tag=50):
     """A message could not be accepted. ``key`` names the request, if it was about one.
 
     ``code``: ``invalid`` (``field`` and the allowed range are named), ``too_long``, ``overloaded`` (``field`` is the
-    limit that is reached), ``draining``, ``protocol`` (the frame is no message of this version).
+    limit that is reached), ``deadline`` (it passed before there were workers), ``draining``, ``protocol`` (the frame
+    is no message of this version).
     """
 
     key: U64 | None

@@ -28,6 +28,7 @@ from evenflow.control.wire import (
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from msgspec.structs import replace
 
 SLOTS = 3
 LENGTH = 12
@@ -291,6 +292,21 @@ def test_a_prompt_whose_logprobs_all_came_is_continued_without_them() -> None:
         (8, 1.0, 1, ((1, 1.0),)),
         (9, 2.0, 2, ((2, 2.0),)),
     ]
+
+
+def test_a_continuation_has_what_is_left_of_its_deadline() -> None:
+    state = ClientState("test")
+    state.start(0.0)
+    welcome = Welcome(PROTOCOL_VERSION, 1, "m", True, 100, 5000, 16, 100, 8, 8)
+    state.receive(welcome, 0.0)
+    tokens = array("I", [7, 8]).tobytes()
+    for deadline_ms in (5000, 0, 1000):
+        state.submit(tokens, name="r", sampling=Sampling(), deadline_ms=deadline_ms, now=0.5)
+    for instance, now, wanted in ((2, 1.0, [4500, 0, 500]), (3, 4.0, [1500, 0, 1])):
+        state.outbox.clear()
+        state.receive(Unknown(), now)
+        state.receive(replace(welcome, instance=instance), now)
+        assert [m.deadline_ms for m in state.outbox if isinstance(m, Submit)] == wanted
 
 
 def test_logprobs_that_contradict_themselves_are_left_out() -> None:

@@ -5,9 +5,11 @@ from array import array
 from itertools import pairwise
 
 import pytest
+from evenflow.control.core.events import Limits
 from evenflow.control.core.sequence import Phase
 from inprocess import InProcess
 from shadow_server import advance, device_side, only, prompt, scrambled, shadow_server, wanted
+from timed_device import TimedDevice
 from virtual import VirtualPipeline
 
 
@@ -39,6 +41,29 @@ def test_sch_2_short_prompt_starts_in_the_next_plan() -> None:
     assert long_chunks[-1] == 128 - 20, "what the share did not use goes back to the prefill in progress"
     server.run()
     assert server.tokens(0) == wanted(prompt(4000), 4) and server.tokens(1) == wanted(prompt(20, seed=2), 4)
+
+
+@pytest.mark.parametrize("stages", [1, 4])
+def test_sch_2_a_short_prompt_50_ms_after_a_long_one_has_its_first_token_long_before_it(
+    stages: int,
+) -> None:
+    """An iteration of 128 tokens takes 13 ms on this device, the whole long prompt 0.4 s."""
+    costs = (0.0005, 1e-4)
+    device = TimedDevice(
+        Limits(token_budget=128, max_num_seqs=16, max_model_len=8192, prefix_caching=False),
+        lambda _stage, _now: lambda f: (costs[0] + costs[1] * (f.prefill + f.decodes)) / stages,
+        stages=stages,
+        noise=0.0,
+    )
+    device.submit(0, 4000, 4)
+    device.submit(1, 20, 4, at=0.05)
+    device.run(30.0)
+    long, short = device.seen.requests[0], device.seen.requests[1]
+    iteration = costs[0] + costs[1] * 128
+    # Those that are out when it comes, its own, and the way through the stages.
+    assert short.first - 0.05 <= (stages + 2) * iteration
+    assert short.tokens == long.tokens == 4 and short.ended < long.first
+    assert long.first <= 4020 / 128 * iteration + (stages + 2) * iteration, "nor is the long one held back by it"
 
 
 @pytest.mark.parametrize("overtakes", [0, 3, 8])
