@@ -16,6 +16,7 @@ from .bench_commands import bench
 from .cluster_commands import keys, launch, worker
 from .errors import MemoryShort, UsageError
 from .flags import SETTINGS, Admission, Dtype, LogLevel, Policy, env
+from .simulate_commands import simulate
 
 app = typer.Typer(
     name="evenflow",
@@ -422,7 +423,7 @@ def status(
     raise typer.Exit(run_status(url, as_json))
 
 
-for _command in (launch, worker, keys, bench):
+for _command in (launch, worker, keys, bench, simulate):
     app.command(context_settings=SETTINGS)(_command)
 
 

@@ -1,0 +1,1 @@
+"""``simulate``, ``capacity`` and ``tune``: the decision core on modelled devices, in virtual time."""

@@ -1,0 +1,160 @@
+"""The largest load that a scenario serves within its SLO, by the paper's definition (section 5.1).
+
+A rate is sustained if the 99th percentile of all times between tokens (each request's first token enters as 0) is
+within the target and the median scheduling delay is at most 2 s. What is beyond is found early: once more gaps than
+one in a hundred of all tokens that can come are too long, or more than half of the requests have waited too long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from math import sqrt
+from statistics import fmean, stdev
+
+from .load import Entry, arrivals, poisson, shuffled
+from .scenario import Scenario
+from .world import World
+
+#: Seconds of the median scheduling delay, at most.
+MOST_DELAY_S = 2.0
+#: The search ends when it knows the rate to this share of itself.
+PRECISION = 0.025
+#: Arrivals are cut off after so many seconds.
+TIME_LIMIT_S = 1800.0
+#: Two-sided 95 % points of Student's distribution, by degrees of freedom.
+_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Of one rate. Times in seconds; lower bounds if the run was ended early. ``iterations`` that it took."""
+
+    rate: float
+    sustained: bool
+    tbt_p99: float
+    delay_p50: float
+    iterations: int
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """``rate``: the mean over seeds of the largest sustained rates, in requests a second, each in ``rates``."""
+
+    rate: float
+    rates: tuple[float, ...]
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """95 % confidence interval of the mean over seeds, None for one seed."""
+        n = len(self.rates)
+        if n < 2:
+            return None
+        half = _STUDENT[min(n - 2, len(_STUDENT) - 1)] * stdev(self.rates) / sqrt(n)
+        return self.rate - half, self.rate + half
+
+
+def judge(
+    scenario: Scenario,
+    entries: Sequence[Entry],
+    rate: float,
+    slo: float,
+    seed: int = 0,
+    *,
+    limit: float = TIME_LIMIT_S,
+    progress: Callable[[World], None] | None = None,
+) -> Verdict:
+    """Run ``entries`` at ``rate`` requests a second against a target of ``slo`` seconds."""
+    limits = scenario.limits()
+    world = World(limits, scenario.models())
+    record = world.record
+    record.limit = round(slo * 1e6)
+    times = takewhile(lambda at: at < limit, poisson(rate, seed))
+    coming = list(arrivals(entries, times, limits.max_model_len))
+    tokens = sum(arrival.output for arrival in coming)
+    late_us = round(MOST_DELAY_S * 1e6)
+    half = len(coming) / 2
+    failed = False
+
+    def hopeless(world: World) -> bool:
+        nonlocal failed
+        if progress is not None:
+            progress(world)
+        late = sum(
+            (at if at >= 0 else world.now) - came > late_us
+            for at, came in zip(record.scheduled, record.arrived, strict=True)
+        )
+        failed = 100 * record.over > tokens or late > half
+        return failed
+
+    world.feed(coming)
+    world.run(until=round(limit * 1e6), stop=hopeless)
+    given = record.tokens
+    over = failed or 100 * record.over > given
+    waits = sorted(
+        (at if at >= 0 else world.now) - came for at, came in zip(record.scheduled, record.arrived, strict=True)
+    )
+    delay = waits[len(waits) // 2] if waits else 0
+    return Verdict(
+        rate, not over and delay <= late_us, _p99(record.gaps, record.counts, given), delay / 1e6, world.iterations
+    )
+
+
+def _p99(gaps: Iterable[int], counts: Iterable[int], tokens: int) -> float:
+    """Of all tokens: those without a gap are zeros."""
+    left = tokens // 100
+    for gap, number in sorted(zip(gaps, counts, strict=True), reverse=True):
+        left -= number
+        if left < 0:
+            return gap / 1e6
+    return 0.0
+
+
+def largest(test: Callable[[float], bool], start: float, precision: float = PRECISION) -> float:
+    """The largest rate that passes, to ``precision`` of itself, from the first guess ``start``; 0 if none does down
+    to a thousandth of that."""
+    low, high = 0.0, 0.0
+    rate = start
+    while not low or not high:
+        if test(rate):
+            low, rate = rate, rate * 1.5
+        else:
+            high, rate = rate, rate / 1.5
+            if rate < start / 1000:
+                return 0.0
+        if low and high:
+            break
+    while high - low > precision * high:
+        rate = (low + high) / 2
+        if test(rate):
+            low = rate
+        else:
+            high = rate
+    return low
+
+
+def capacity(
+    scenario: Scenario,
+    entries: Sequence[Entry],
+    slo: float,
+    *,
+    seeds: Sequence[int] = (0,),
+    requests: int = 2048,
+    start: float = 1.0,
+    limit: float = TIME_LIMIT_S,
+    heard: Callable[[int, Verdict], None] | None = None,
+) -> Capacity:
+    """Search for each seed, which decides both the requests and their arrivals. ``heard`` is told each verdict."""
+    rates: list[float] = []
+    for seed in seeds:
+        chosen = shuffled(entries, seed, requests)
+
+        def test(rate: float, seed: int = seed, chosen: Sequence[Entry] = chosen) -> bool:
+            verdict = judge(scenario, chosen, rate, slo, seed, limit=limit)
+            if heard is not None:
+                heard(seed, verdict)
+            return verdict.sustained
+
+        rates.append(largest(test, rates[-1] if rates and rates[-1] else start))
+    return Capacity(fmean(rates), tuple(rates))
