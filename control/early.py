@@ -41,6 +41,9 @@ class EarlyRequests:
         self._tokens += tokens
         return None
 
+    def __len__(self) -> int:
+        return len(self._waiting)
+
     def count(self, owner: int) -> int:
         """Requests of ``owner``."""
         return sum(early.owner == owner for early in self._waiting)
