@@ -94,6 +94,9 @@ def control_argv(options: ServeOptions, run: RunDir, doors: Sequence[OpenDoor] =
         argv += ["--tbt-slo", options.tbt_slo]
     if options.ttft_slo is not None:
         argv += ["--ttft-slo", options.ttft_slo]
+    if options.journal is not None:
+        argv += ["--journal", options.journal, "--journal-size", str(options.journal_size)]
+        argv += ["--journal-ids"] if options.journal_ids else []
     if options.hang_timeout is not None:
         argv += ["--hang-timeout", f"{options.hang_timeout:g}"]
     return argv

@@ -58,6 +58,8 @@ def read_cluster(path: Path) -> ServeOptions:
     values = _known(path, "", table, names, ("network", "replica"))
     if isinstance(values.get("kv_cache_memory"), str):
         values["kv_cache_memory"] = parse_bytes(values["kv_cache_memory"])
+    if isinstance(values.get("journal_size"), str):
+        values["journal_size"] = parse_bytes(values["journal_size"], "journal_size")
     if "model" not in values:
         raise UsageError(f"{path} names no model.")
     if replicas is not None:

@@ -16,6 +16,7 @@ from .bench_commands import bench
 from .cluster_commands import keys, launch, worker
 from .errors import MemoryShort, UsageError
 from .flags import SETTINGS, Admission, Dtype, LogLevel, Policy, env
+from .journal_commands import JournalFile, JournalIds, JournalSize, replay
 from .simulate_commands import simulate
 
 app = typer.Typer(
@@ -264,6 +265,9 @@ def serve(
     log_level: Annotated[
         LogLevel, typer.Option("--log-level", envvar=env("log_level"), help="Least severe lines to log.")
     ] = LogLevel.INFO,
+    journal: JournalFile = None,
+    journal_ids: JournalIds = False,
+    journal_size: JournalSize = "256M",
     step_ms: Annotated[
         float,
         typer.Option("--step-ms", envvar=env("step_ms"), hidden=True, help="Scripted workers' iteration."),
@@ -275,7 +279,15 @@ def serve(
 ) -> None:
     """Serve MODEL over an OpenAI-compatible HTTP API until a signal."""
     from .launcher import serve as run_server
-    from .options import SLO_TOKENS, ServeOptions, check_model, parse_bytes, parse_weights, settle
+    from .options import (
+        SLO_TOKENS,
+        ServeOptions,
+        check_journal,
+        check_model,
+        parse_bytes,
+        parse_weights,
+        settle,
+    )
 
     options, notes = settle(
         ServeOptions(
@@ -306,11 +318,15 @@ def serve(
             threads=threads,
             attention_backend=attention_backend,
             log_level=log_level.value,
+            journal=None if journal is None else str(journal.absolute()),
+            journal_ids=journal_ids,
+            journal_size=parse_bytes(journal_size, "--journal-size"),
             step_ms=step_ms,
             worker_args=tuple(worker_arg or ()),
         )
     )
     check_model(options)
+    check_journal(options)
     raise typer.Exit(run_server(options, notes))
 
 
@@ -423,7 +439,7 @@ def status(
     raise typer.Exit(run_status(url, as_json))
 
 
-for _command in (launch, worker, keys, bench, simulate):
+for _command in (launch, worker, keys, bench, simulate, replay):
     app.command(context_settings=SETTINGS)(_command)
 
 

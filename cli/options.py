@@ -15,6 +15,7 @@ import psutil
 
 from ..control.core.bounds import ADMISSIONS, POLICIES, WHOLE_PROMPTS
 from ..control.core.slo import parse_slo
+from ..control.options import JOURNAL_BYTES
 from ..control.wire.keys import KeyFault, Role, server_keys
 from ..control.wire.location import ModelNotFound, locate_model
 from .errors import MemoryShort, UsageError
@@ -31,6 +32,8 @@ KV_SHARE = 0.2
 #: No worker takes more KV memory than this unless told.
 KV_CAP = 4 * GIB
 KV_LEAST = 1 << 20
+#: A journal's file begins with the core's state, for which there must be room.
+JOURNAL_LEAST = 8 << 20
 
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?B)?", re.IGNORECASE)
 _TCP = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9_.*-]+):(\d{1,5})")
@@ -95,6 +98,10 @@ class ServeOptions:
     #: Threads that compute in each worker.
     threads: int | None = None
     log_level: str = "info"
+    #: Where control records its events and plans, and whether with token ids; bytes of the last two files.
+    journal: str | None = None
+    journal_ids: bool = False
+    journal_size: int = JOURNAL_BYTES
     #: Planned duration of an iteration of a scripted worker, in milliseconds.
     step_ms: float = 5.0
     #: More arguments for scripted workers.
@@ -113,11 +120,11 @@ class ServeOptions:
         return self.stages * (self.replicas - len(self.external))
 
 
-def parse_bytes(text: str) -> int:
+def parse_bytes(text: str, flag: str = "--kv-cache-memory") -> int:
     """``512M`` → 536870912. Suffixes K, M, G, T are powers of 1024; a bare number is bytes."""
     match = _BYTES.fullmatch(text.strip())
     if match is None:
-        raise UsageError(f"--kv-cache-memory {text!r} is not a number of bytes such as 800000000, 512M or 2G.")
+        raise UsageError(f"{flag} {text!r} is not a number of bytes such as 800000000, 512M or 2G.")
     return int(float(match[1]) * _SCALE[match[2].upper()])
 
 
@@ -187,6 +194,10 @@ def _refuse(options: ServeOptions) -> str | None:
         return f"--drain-timeout {o.drain_timeout:g} is negative."
     if o.hang_timeout is not None and o.hang_timeout <= 0:
         return f"--hang-timeout {o.hang_timeout:g} must be more than 0 seconds."
+    if o.journal_ids and o.journal is None:
+        return "--journal-ids needs --journal."
+    if o.journal_size < JOURNAL_LEAST:
+        return f"--journal-size {o.journal_size} is too small; it must be at least {JOURNAL_LEAST >> 20}M."
     if o.prefill_share is not None and not 0 <= o.prefill_share < 1:
         return f"--prefill-share {o.prefill_share:g} must be at least 0 and less than 1."
     if (problem := _refuse_slo(o)) is not None:
@@ -257,6 +268,18 @@ def check_keys(options: ServeOptions) -> None:
             server_keys(options.network.keys)
         except KeyFault as error:
             raise UsageError(f"{error}.") from None
+
+
+def check_journal(options: ServeOptions) -> None:
+    """Raises ``UsageError`` if no journal can be written there."""
+    if options.journal is None:
+        return
+    path = Path(options.journal)
+    if path.is_dir() or (path.exists() and not path.is_file()):
+        raise UsageError(f"--journal {path} is not a file.")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        problem = "cannot be written to" if path.parent.is_dir() else "does not exist"
+        raise UsageError(f"--journal {path}: the folder {path.parent} {problem}.")
 
 
 def check_model(options: ServeOptions) -> None:

@@ -14,7 +14,7 @@ from .core.bounds import ADMISSIONS, POLICIES
 from .core.events import Limits
 from .core.slo import parse_slo
 from .logs import configure
-from .options import ControlOptions, Door
+from .options import JOURNAL_BYTES, ControlOptions, Door
 from .server import serve
 from .wire.keys import ROLES, KeyFault
 from .wire.lifeline import ParentGone, die_with_parent
@@ -59,6 +59,9 @@ def _options(argv: list[str]) -> tuple[ControlOptions, argparse.Namespace]:
         parser.add_argument(f"--listen-{role}s-fd", type=int, help="descriptor of a socket that listens there")
     parser.add_argument("--keys", metavar="FOLDER", help="server.key and the allow-lists, for tcp:// endpoints")
     parser.add_argument("--insecure", action="store_true", help="bind tcp:// endpoints without keys")
+    parser.add_argument("--journal", default="", metavar="FILE", help="record events and plans there")
+    parser.add_argument("--journal-ids", action="store_true", help="with token ids, else with hashes of prefixes")
+    parser.add_argument("--journal-size", type=int, default=JOURNAL_BYTES, help="most bytes of the last two files")
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     args = parser.parse_args(argv)
     for name, least in (("replicas", 1), ("stages", 1), ("token_budget", 1), ("max_num_seqs", 1)):
@@ -111,6 +114,10 @@ def _options(argv: list[str]) -> tuple[ControlOptions, argparse.Namespace]:
         keys=args.keys,
         insecure=args.insecure,
         events=args.events,
+        journal=args.journal,
+        journal_ids=args.journal_ids,
+        journal_size=args.journal_size,
+        log_level=args.log_level,
     )
     return options, args
 

@@ -8,6 +8,9 @@ from .core.events import Limits
 from .sessions import MAX_REQUESTS
 from .wire.keys import Role
 
+#: Bytes that a journal takes at most, unless told.
+JOURNAL_BYTES = 256 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class Door:
@@ -43,3 +46,9 @@ class ControlOptions:
     keys: str | None = None
     insecure: bool = False
     events: str = ""  #: where to publish iteration records; nowhere if empty
+    #: The file that the core's events and plans are recorded in, none if empty; whether with token ids; and the most
+    #: bytes that it and the file before it may have.
+    journal: str = ""
+    journal_ids: bool = False
+    journal_size: int = JOURNAL_BYTES
+    log_level: str = "info"

@@ -33,6 +33,8 @@ from .core.integrity import IntegrityError, check_integrity
 from .delivery import Delivery
 from .early import EarlyRequests
 from .host import Host, Timer
+from .journal.link import JournalLink
+from .journal.recorder import Recorder
 from .loop_host import LoopHost
 from .merging import RETRY_S
 from .options import ControlOptions
@@ -67,8 +69,9 @@ TICK_S = 0.25
 class ControlServer:
     """Runs until it is told to stop. Use ``serve``. ``host`` is all that it knows of time, chance and sockets."""
 
-    def __init__(self, options: ControlOptions, host: Host) -> None:
+    def __init__(self, options: ControlOptions, host: Host, journal: Recorder | None = None) -> None:
         self.options = options
+        self.journal = journal
         self.instance = host.draw(63)
         self.engine: Engine | None = None
         self.sessions = Sessions(lambda: host.draw(62) + 1)
@@ -132,6 +135,8 @@ class ControlServer:
                 if self.engine is None:
                     assert self.supervisor.limits is not None
                     self.engine = Engine(self.supervisor.limits)
+                    if self.journal is not None:
+                        self.journal.opened(self.supervisor.limits, self._host.wall(), self._now())
                 self._step(action.event)
                 for owner, submit in self._early.take(self._now()):
                     self._step(Submitted(owner, submit))
@@ -157,7 +162,11 @@ class ControlServer:
         telemetry = self.telemetry
         if type(event) is Submitted:
             telemetry.submitted(event, now)
-        for effect in engine.step(event, now):
+        effects = engine.step(event, now)
+        journal = self.journal
+        if journal is not None:
+            journal.took(event, now)
+        for effect in effects:
             kind = type(effect)
             if kind is SendPlan:
                 self._send_plan(effect, now)  # pyright: ignore[reportArgumentType]
@@ -167,6 +176,8 @@ class ControlServer:
                 telemetry.delivered(effect, lane, now)  # pyright: ignore[reportArgumentType]
             elif isinstance(effect, Rejected):
                 telemetry.rejected(effect)
+                if journal is not None:
+                    journal.turned(effect.code)
                 session = self.sessions.by_owner.get(effect.owner)
                 if session is not None:
                     refused = Refused(effect.key, effect.code, effect.field, effect.message, effect.retry_after_ms)
@@ -192,10 +203,12 @@ class ControlServer:
             self._idle(engine)
 
     def _send_plan(self, send: SendPlan, now: float) -> None:
-        if self.supervisor.sites[send.replica].epoch != send.plan.epoch:
-            return
         frames = [encode(register) for register in send.registers]
         frames.append(encode(send.plan))
+        if self.journal is not None:
+            self.journal.planned(send, frames)
+        if self.supervisor.sites[send.replica].epoch != send.plan.epoch:
+            return
         self.supervisor.sent(send, now)
         for identity in self.supervisor.identities(send.replica):
             self._post(identity, frames)
@@ -398,6 +411,8 @@ class ControlServer:
             self.telemetry.watch(self._events.watched())
         if self.engine is not None and self.options.limits.slo is not None:
             self._complaints.look(self.engine, now)
+        if self.journal is not None:
+            self.journal.flush()
         # A descriptor that signals changes only may have signalled while nobody looked.
         self._workers.kick()
         self._clients.kick()
@@ -442,6 +457,8 @@ class ControlServer:
         if self._due_at is not None:
             self._due_at.cancel()
         self._ports.close()
+        if self.journal is not None:
+            self.journal.close()
 
 
 #: Time for the last tokens to leave, since sockets are closed without lingering.
@@ -451,7 +468,9 @@ PARTING_S = 0.2
 async def serve(options: ControlOptions) -> None:
     """Run the control process until SIGTERM or SIGINT has been obeyed."""
     loop = asyncio.get_running_loop()
-    server = ControlServer(options, LoopHost(loop))
+    link = JournalLink(options.journal, options.journal_size, options.log_level) if options.journal else None
+    journal = None if link is None else Recorder(link.hand, options.journal_ids)
+    server = ControlServer(options, LoopHost(loop), journal)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.drain)
     try:
@@ -465,3 +484,5 @@ async def serve(options: ControlOptions) -> None:
         await asyncio.sleep(PARTING_S)
     finally:
         server.close()
+        if link is not None:
+            link.close()

@@ -185,6 +185,13 @@ def test_more_threads_than_cores_are_lowered_and_said() -> None:
     assert kept.threads == cores and not any("--threads" in note for note in notes)
 
 
+def test_control_is_told_of_the_journal() -> None:
+    argv = build_plan(ServeOptions("m", journal="/x/j", journal_size=9 << 20), RUN, 7, 8, {}).control.argv
+    assert flag(argv, "--journal") == "/x/j" and flag(argv, "--journal-size") == str(9 << 20)
+    assert "--journal-ids" not in argv
+    assert "--journal-ids" in build_plan(ServeOptions("m", journal="j", journal_ids=True), RUN, 7, 8, {}).control.argv
+
+
 def test_control_command() -> None:
     options = ServeOptions(
         "m", stages=2, replicas=3, token_budget=64, max_model_len=100, prefix_caching=False, prefill_share=0.0,

@@ -121,7 +121,7 @@ class LiveServer:
         return [process for process in marked(self.mark) if process.pid != self.process.pid]
 
     def find(self, role: str) -> psutil.Process:
-        """``control``, ``gateway`` or ``worker R.S``: its living process, once it is there."""
+        """``control``, ``gateway``, ``journal`` or ``worker R.S``: its living process, once it is there."""
 
         def seek() -> psutil.Process | None:
             for process in self.members():
@@ -188,10 +188,12 @@ class LiveServer:
 
 def _role(argv: list[str]) -> str | None:
     text = " ".join(argv)
-    if title := re.match(r"evenflow (control|gateway|worker \d+\.\d+)", text):
+    if title := re.match(r"evenflow (control|gateway|journal|worker \d+\.\d+)", text):
         return title[1]
     if "evenflow.control.gateway" in argv:
         return "gateway"
+    if "evenflow.control.journal" in argv:
+        return "journal"
     if "evenflow.control" in argv:
         return "control"
     for module in ("evenflow.dataplane", "evenflow.dataplane.simulated"):

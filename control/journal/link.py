@@ -1,0 +1,78 @@
+"""The process that writes a journal, as the control process sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections import deque
+
+import structlog
+
+from .files import encode
+from .records import Record
+from .ring import RingClosed, RingWriter
+
+log = structlog.get_logger("evenflow.control")
+
+#: Bytes that wait while the ring is full, at most: past that the journal ends, the server goes on.
+_MOST_WAITING = 64 << 20
+#: Seconds that the writer gets for the rest when the control process ends. It goes on by itself after that.
+_PATIENCE_S = 5.0
+
+
+class JournalLink:
+    """Starts the writer. It ends by itself when this process does, however that ends, and writes the rest first."""
+
+    def __init__(self, path: str, most: int, log_level: str) -> None:
+        memory = os.memfd_create("evenflow journal", os.MFD_CLOEXEC)
+        hears, told = os.pipe()
+        heard, tells = os.pipe()
+        self._ring = RingWriter(memory, told, heard)
+        self._waiting: deque[bytes] = deque()
+        self._bytes = 0
+        self.lost = False  #: the journal has ended before its time
+        argv = [sys.executable, "-P", "-m", "evenflow.control.journal", "--size", str(most), "--log-level", log_level]
+        argv += ["--ring", *map(str, (memory, hears, tells)), path]
+        self._process = subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, pass_fds=(memory, hears, tells), start_new_session=True
+        )
+        for descriptor in (memory, hears, tells):
+            os.close(descriptor)
+
+    def hand(self, records: list[Record]) -> None:
+        """Give ``records`` to the writer, without waiting for it."""
+        if self.lost:
+            return
+        data = encode(records)
+        waiting = self._waiting
+        try:
+            while waiting and self._ring.put(waiting[0]):
+                self._bytes -= len(waiting.popleft())
+            if waiting or not self._ring.put(data):
+                waiting.append(data)
+                self._bytes += len(data)
+            self._ring.tell()
+        except RingClosed:
+            self._lose("its writer has ended")
+        if self._bytes > _MOST_WAITING:
+            self._lose("its writer does not keep up")
+
+    def _lose(self, reason: str) -> None:
+        self.lost = True
+        self._waiting.clear()
+        self._bytes = 0
+        log.error("the journal ends, the server goes on", reason=reason)
+
+    def close(self) -> None:
+        """Everything has been handed over."""
+        with contextlib.suppress(RingClosed):
+            while self._waiting and self._ring.put(self._waiting[0]):
+                self._waiting.popleft()
+            self._ring.tell()
+        self._ring.close()
+        try:
+            self._process.wait(_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            log.warning("the journal is still being written", pid=self._process.pid)
