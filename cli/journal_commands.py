@@ -9,15 +9,11 @@ from .flags import env
 
 JournalFile = Annotated[
     Path | None,
-    typer.Option(
-        "--journal", envvar=env("journal"), metavar="FILE", help="Record events and plans: docs/journal.md."
-    ),
+    typer.Option("--journal", envvar=env("journal"), metavar="FILE", help="Record events and plans: docs/journal.md"),
 ]
 JournalIds = Annotated[
     bool,
-    typer.Option(
-        "--journal-ids", envvar=env("journal_ids"), help="Record token ids too, not only hashes of prefixes."
-    ),
+    typer.Option("--journal-ids", envvar=env("journal_ids"), help="Record token ids, too, not only hashes."),
 ]
 JournalSize = Annotated[
     str,
