@@ -17,7 +17,7 @@ from .cluster_commands import keys, launch, worker
 from .errors import MemoryShort, UsageError
 from .flags import SETTINGS, Admission, Dtype, LogLevel, Policy, env
 from .journal_commands import JournalFile, JournalIds, JournalSize, replay
-from .simulate_commands import simulate
+from .simulate_commands import capacity, simulate, tune
 
 app = typer.Typer(
     name="evenflow",
@@ -439,7 +439,7 @@ def status(
     raise typer.Exit(run_status(url, as_json))
 
 
-for _command in (launch, worker, keys, bench, simulate, replay):
+for _command in (launch, worker, keys, bench, simulate, capacity, tune, replay):
     app.command(context_settings=SETTINGS)(_command)
 
 

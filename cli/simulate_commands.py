@@ -57,6 +57,13 @@ _Prompt = Annotated[
 _Output = Annotated[str, typer.Option("--output-tokens", "--output-len", metavar="SPEC", help="Alike.")]
 _Seed = Annotated[int, typer.Option("--seed", help="Same seed, same load.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+_TbtSlo = Annotated[
+    str | None, typer.Option("--tbt-slo", metavar="DURATION", help="Bound iterations by time, as serve does.")
+]
+_Slo = Annotated[
+    str, typer.Option("--tbt-p99", "--slo", metavar="TIME", help="P99 of all times between tokens, at most: 100ms.")
+]
+_Seeds = Annotated[int, typer.Option("--seeds", metavar="N", help="Loads that are tried, for a confidence interval.")]
 _Png = Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw it.")]
 
 
@@ -75,9 +82,7 @@ def simulate(
     tile: _Tile = 0,
     prefill_share: _Share = None,
     prefix_caching: _Prefix = True,
-    tbt_slo: Annotated[
-        str | None, typer.Option("--tbt-slo", metavar="DURATION", help="Bound iterations by time, as serve does.")
-    ] = None,
+    tbt_slo: _TbtSlo = None,
     host: _Host = "eager",
     speed: _Speed = 1.0,
     utilisation: _Memory = 0.85,
@@ -137,3 +142,122 @@ def simulate(
         seed=seed,
     )
     raise typer.Exit(run_simulate(system, load, as_json, perfetto, plot))
+
+
+def capacity(
+    model: _Model,
+    slo: _Slo,
+    device: _Device = "a100-pcie",
+    ranks: _Ranks = 1,
+    stages: _Stages = 1,
+    replicas: _Replicas = 1,
+    policy: _Policy = Policy.STALL_FREE,
+    admission: _Admission = Admission.FCFS,
+    token_budget: _Budget = 512,
+    max_num_seqs: _Seqs = 128,
+    max_model_len: _Length = None,
+    block_size: _Block = 16,
+    tile: _Tile = 0,
+    prefill_share: _Share = None,
+    prefix_caching: _Prefix = True,
+    tbt_slo: _TbtSlo = None,
+    host: _Host = "eager",
+    speed: _Speed = 1.0,
+    utilisation: _Memory = 0.85,
+    trace: _Trace = None,
+    requests: Annotated[
+        int | None, typer.Option("--requests", "-n", metavar="N", show_default="2048", help="In each run.")
+    ] = None,
+    prompt: _Prompt = "512",
+    output: _Output = "128",
+    seeds: _Seeds = 3,
+    as_json: _Json = False,
+    plot: _Png = None,
+) -> None:
+    """The largest load that a system serves within an SLO."""
+    from .bench.plan import parse_seconds
+    from .simulation.capacity import run_capacity
+    from .simulation.setup import LoadFlags, SystemFlags
+
+    system = SystemFlags(
+        model=model,
+        device=device,
+        ranks=ranks,
+        stages=stages,
+        replicas=replicas,
+        policy=policy.value,
+        admission=admission.value,
+        token_budget=token_budget,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        block_size=block_size,
+        tile=tile,
+        prefill_share=prefill_share,
+        prefix_caching=prefix_caching,
+        tbt_slo=tbt_slo,
+        host=host,
+        speed=speed,
+        utilisation=utilisation,
+    )
+    load = LoadFlags(trace=trace, requests=requests, prompt=prompt, output=output)
+    target = parse_seconds(slo, "--tbt-p99")
+    raise typer.Exit(run_capacity(system, load, target, seeds, as_json, plot))
+
+
+def tune(
+    model: _Model,
+    slo: _Slo,
+    device: _Device = "a100-pcie",
+    ranks: _Ranks = 1,
+    stages: _Stages = 1,
+    replicas: _Replicas = 1,
+    policy: _Policy = Policy.STALL_FREE,
+    admission: _Admission = Admission.FCFS,
+    max_num_seqs: _Seqs = 128,
+    max_model_len: _Length = None,
+    block_size: _Block = 16,
+    tile: _Tile = 0,
+    prefill_share: _Share = None,
+    prefix_caching: _Prefix = True,
+    host: _Host = "eager",
+    speed: _Speed = 1.0,
+    utilisation: _Memory = 0.85,
+    trace: _Trace = None,
+    requests: Annotated[
+        int | None, typer.Option("--requests", "-n", metavar="N", show_default="1024", help="In each run.")
+    ] = None,
+    prompt: _Prompt = "512",
+    output: _Output = "128",
+    seeds: _Seeds = 1,
+    budgets: Annotated[
+        str, typer.Option("--budgets", metavar="FROM:TO:STEP", help="Token budgets to try, or a list: 256,512.")
+    ] = "128:2048:128",
+    as_json: _Json = False,
+    plot: _Png = None,
+) -> None:
+    """The token budget that serves the largest load within an SLO, and the whole curve."""
+    from .bench.plan import parse_seconds
+    from .simulation.capacity import parse_budgets, run_tune
+    from .simulation.setup import LoadFlags, SystemFlags
+
+    system = SystemFlags(
+        model=model,
+        device=device,
+        ranks=ranks,
+        stages=stages,
+        replicas=replicas,
+        policy=policy.value,
+        admission=admission.value,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        block_size=block_size,
+        tile=tile,
+        prefill_share=prefill_share,
+        prefix_caching=prefix_caching,
+        host=host,
+        speed=speed,
+        utilisation=utilisation,
+    )
+    load = LoadFlags(trace=trace, requests=requests, prompt=prompt, output=output)
+    target = parse_seconds(slo, "--tbt-p99")
+    raise typer.Exit(run_tune(system, load, target, seeds, parse_budgets(budgets), as_json, plot))

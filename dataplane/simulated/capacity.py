@@ -13,7 +13,9 @@ from itertools import takewhile
 from math import sqrt
 from statistics import fmean, stdev
 
+from .cost import Work
 from .load import Entry, arrivals, poisson, shuffled
+from .refusal import CannotSimulate
 from .scenario import Scenario
 from .world import World
 
@@ -23,6 +25,8 @@ MOST_DELAY_S = 2.0
 PRECISION = 0.025
 #: Arrivals are cut off after so many seconds.
 TIME_LIMIT_S = 1800.0
+#: A run has at least so many times the requests that can run at once: else its queue tells nothing.
+LEAST_TURNS = 4
 #: Two-sided 95 % points of Student's distribution, by degrees of freedom.
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
@@ -111,27 +115,42 @@ def _p99(gaps: Iterable[int], counts: Iterable[int], tokens: int) -> float:
     return 0.0
 
 
-def largest(test: Callable[[float], bool], start: float, precision: float = PRECISION) -> float:
-    """The largest rate that passes, to ``precision`` of itself, from the first guess ``start``; 0 if none does down
-    to a thousandth of that."""
-    low, high = 0.0, 0.0
-    rate = start
-    while not low or not high:
+def largest(test: Callable[[float], bool], start: float, step: float = 1.5, precision: float = PRECISION) -> float:
+    """The largest rate that passes, to ``precision`` of itself, from the first guess ``start`` in steps of ``step``;
+    0 if none does down to a thousandth of that. Nothing beyond a million times that is tried.
+
+    What is missed is known sooner than what is held, so a guess is better too large than too small.
+    """
+    low, high, rate = 0.0, 0.0, start
+    while not (low and high):
         if test(rate):
-            low, rate = rate, rate * 1.5
+            low = rate
+            rate *= step
+            if low > start * 1e6:
+                return low
         else:
-            high, rate = rate, rate / 1.5
-            if rate < start / 1000:
+            high = rate
+            rate /= step
+            if high < start / 1000:
                 return 0.0
-        if low and high:
-            break
     while high - low > precision * high:
-        rate = (low + high) / 2
+        rate = sqrt(low * high)
         if test(rate):
             low = rate
         else:
             high = rate
     return low
+
+
+def ceiling(scenario: Scenario, entries: Sequence[Entry]) -> float:
+    """More than about what the scenario can serve of such requests, by the cost of a mean one."""
+    cost, rows = scenario.cost(), scenario.max_num_seqs
+    prompt = max(1, round(fmean(entry.prompt for entry in entries)))
+    output = fmean(entry.output for entry in entries)
+    read = Work(prompt, 0, 0, [(prompt, 0)], 1, 0.0)
+    write = Work(rows, rows, round(rows * (prompt + output / 2)), [], rows, 0.0)
+    slowest = max(cost.stage_us(n, read) + cost.stage_us(n, write) * output / rows for n in range(cost.stages))
+    return 1.1e6 * scenario.replicas / slowest
 
 
 def capacity(
@@ -141,11 +160,21 @@ def capacity(
     *,
     seeds: Sequence[int] = (0,),
     requests: int = 2048,
-    start: float = 1.0,
+    start: float = 0.0,
     limit: float = TIME_LIMIT_S,
     heard: Callable[[int, Verdict], None] | None = None,
 ) -> Capacity:
-    """Search for each seed, which decides both the requests and their arrivals. ``heard`` is told each verdict."""
+    """Search for each seed, which decides both the requests and their arrivals. ``heard`` is told each verdict.
+    ``start``: a rate that it may be near, 0 if nothing is known.
+
+    Raises ``CannotSimulate`` if there are too few requests.
+    """
+    least = LEAST_TURNS * scenario.max_num_seqs * scenario.replicas
+    if min(requests, len(entries)) < least:
+        raise CannotSimulate(
+            f"{min(requests, len(entries))} requests are too few to see a queue where {least // LEAST_TURNS} run at"
+            f" once: it takes {least}"
+        )
     rates: list[float] = []
     for seed in seeds:
         chosen = shuffled(entries, seed, requests)
@@ -156,5 +185,6 @@ def capacity(
                 heard(seed, verdict)
             return verdict.sustained
 
-        rates.append(largest(test, rates[-1] if rates and rates[-1] else start))
+        near = rates[-1] if rates and rates[-1] else start
+        rates.append(largest(test, 1.05 * near, 1.15) if near else largest(test, ceiling(scenario, chosen)))
     return Capacity(fmean(rates), tuple(rates))

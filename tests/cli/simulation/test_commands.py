@@ -94,3 +94,35 @@ print([m for m in ("torch", "numpy", "zmq", "asyncio", "matplotlib") if m in sys
 """
     result = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=120)
     assert result.stdout.splitlines()[-1] == "[]", result.stdout + result.stderr
+
+
+def test_capacity_and_tune() -> None:
+    load = ["--prompt-tokens", "200:3000", "--output-tokens", "5:40", "-n", "64", "--max-num-seqs", "8"]
+    system = ["mistral-7b", "--host", "graphs", "--tbt-p99", "40ms", "--max-model-len", "4096", "--json"]
+    found = json.loads(run("capacity", *system, *load, "--token-budget", "256", "--seeds", "2").stdout)
+    assert len(found["rates"]) == 2 and found["interval"][0] <= found["capacity"] <= found["interval"][1]
+    for verdict in found["verdicts"]:
+        assert verdict["sustained"] == (verdict["rate"] <= found["rates"][verdict["seed"]] * 1.0001)
+    tuned = run("tune", *system, *load, "--budgets", "128,256,1024")
+    told = json.loads(tuned.stdout)
+    curve = {point["token_budget"]: point["capacity"] for point in told["curve"]}
+    assert list(curve) == [128, 256, 1024] and tuned.returncode == 0
+    assert told["token_budget"] in (128, 256) and curve[1024] < 0.5 * curve[256]
+    # The same search from another guess.
+    assert curve[256] == pytest.approx(found["rates"][0], rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["capacity", "mistral-7b", "--slo", "fast"], "--tbt-p99 'fast' is no time above 0"),
+        (["capacity", "mistral-7b", "--slo", "1s", "--seeds", "0"], "--seeds must be from 1 to 100, got 0"),
+        (["capacity", "mistral-7b", "--slo", "1s", "-n", "100"], "100 requests are too few to see a queue"),
+        (["tune", "mistral-7b", "--slo", "1s", "--policy", "hybrid"], "--policy hybrid has no token budget to tune"),
+        (["tune", "mistral-7b", "--slo", "1s", "--budgets", "9:1:1"], "--budgets '9:1:1' is neither FROM:TO:STEP"),
+    ],
+)
+def test_capacity_and_tune_refuse_in_one_sentence(arguments: list[str], message: str) -> None:
+    done = run(*arguments)
+    assert (done.returncode, done.stdout) == (2, "") and message in done.stderr, done.stderr
+    assert len(done.stderr.splitlines()) == 1
