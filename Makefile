@@ -19,20 +19,21 @@ REST := $(filter-out $(FAST) %__pycache__,$(wildcard tests/test_*.py) $(patsubst
 BENCHMARKS := $(wildcard benchmarks/control_plane.py benchmarks/stall.py benchmarks/overlap.py benchmarks/flood.py benchmarks/start.py)
 INSTALLED := .venv/.installed
 CORE := .venv/.core
+KERNELS := .venv/.kernels
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
 .PHONY: serve test soak faults fuzz bench peers clean
 
-serve: $(CORE)
+serve: $(CORE) $(KERNELS)
 	$(BIN)/evenflow serve smollm2-135m $(ARGS)
 
-test: $(CORE)
+test: $(CORE) $(KERNELS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/pytest -n $(JOBS) --dist loadgroup $(FAST) $(REST) $(ARGS)
 
-soak: $(CORE)
+soak: $(CORE) $(KERNELS)
 	$(BIN)/python tests/e2e/soak.py
 	EVENFLOW_SCHEDULES=10000 $(BIN)/pytest --timeout 0 tests/control/core/test_schedules.py $(ARGS)
 
@@ -40,10 +41,10 @@ faults: $(CORE)
 	$(BIN)/python tests/faults --seeds 10000 --events 1000 $(ARGS)
 	EVENFLOW_PURE=1 $(BIN)/python tests/faults --hunt --seeds 300 $(ARGS)
 
-fuzz: $(CORE)
+fuzz: $(CORE) $(KERNELS)
 	$(BIN)/python tests/e2e/fuzz.py $(ARGS)
 
-bench: $(CORE)
+bench: $(CORE) $(KERNELS)
 	set -e; for program in $(BENCHMARKS); do echo "== $$program"; $(BIN)/python $$program $(ARGS); done
 
 # Their torch extras are built for another torch and would break the import.
@@ -67,5 +68,10 @@ $(CORE): $(INSTALLED) $(wildcard control/core/*.py control/wire/*.py) control/fa
 	-$(BIN)/python -m evenflow.control.build_core
 	touch $@
 
+# The C++ kernels likewise: without a compiler their work is done by operations of torch.
+$(KERNELS): $(INSTALLED) $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h) kernels/cpu/build.py
+	-$(BIN)/python -m evenflow.kernels.cpu
+	touch $@
+
 clean:
-	rm -rf .venv _compiled build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv _compiled _kernels build *.egg-info .pytest_cache .ruff_cache .hypothesis

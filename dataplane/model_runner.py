@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..control.wire import Sample
+from ..kernels import cpu
 from ..kernels.attention import AttentionBackend, AttnBatch, ReferenceAttention, kv_bytes_per_token
 from ..kernels.attention_cpu import CPUAttention
+from ..kernels.attention_native import NativeAttention
 from .batch import Computed, Finished, ModelInfo, SamplingRows, StageBatch, compute_now
 from .models.config import ModelError, describe_stage
 from .models.llama import LlamaStage
@@ -26,9 +28,16 @@ from .weights import ModelSource, open_model
 _log = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
-    "cpu": CPUAttention,
-    "reference": ReferenceAttention,
+
+
+def _cpu_attention(compute: torch.dtype) -> AttentionBackend:
+    """The quickest that is here for queries in ``compute``."""
+    return NativeAttention() if compute is torch.float32 and cpu.available() else CPUAttention()
+
+
+BACKENDS: dict[str, Callable[[torch.dtype], AttentionBackend]] = {
+    "cpu": _cpu_attention,
+    "reference": lambda _: ReferenceAttention(),
 }
 
 
@@ -67,7 +76,7 @@ class ModelRunner:
                 f"{kv_memory} bytes of KV memory do not hold two blocks of {block_size} tokens "
                 f"({block_bytes} bytes each); raise the KV memory or lower the block size"
             )
-        self._backend = BACKENDS[attention]()
+        self._backend = BACKENDS[attention](self._stage.compute)
         self._cache = self._backend.allocate(
             layers, num_blocks, block_size, config.kv_heads, config.head_dim, self._dtype
         )

@@ -6,7 +6,8 @@ backend's own business (``allocate``), addressed by block ids only. Per iteratio
 layer ``write_kv`` and ``attend``. A query at position p sees the keys 0 … p of its row, or with a sliding window of
 w keys the last w of them: p - w + 1 … p.
 
-Backends: ``reference`` (here) gathers row by row and is the oracle of the others; ``cpu`` (``attention_cpu``).
+Backends: ``reference`` (here) gathers row by row and is the oracle of the others; ``native`` (``attention_native``)
+is C++; ``torch`` (``attention_cpu``) does the same in batched torch operations where there is no compiler.
 """
 
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .memory import lazy_zeros
+from .rope import apply_rope
 
 
 @dataclass(slots=True)
@@ -66,6 +68,11 @@ class AttentionBackend(Protocol):
         """Store ``k`` and ``v`` [>= T, kv_heads, head_dim]: the first T rows, each where its slot says."""
         ...
 
+    def place(self, qkv: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, layer: int, plan: Any) -> None:
+        """Rotate the query and key heads of ``qkv`` [>= T, heads + 2 kv_heads, head_dim] in place, and store keys and
+        values as ``write_kv``. ``cos`` and ``sin`` as for ``apply_rope``."""
+        ...
+
     def attend(
         self, q: Tensor, cache: KVCache, layer: int, plan: Any, out: Tensor, scale: float, window: int = 0
     ) -> None:
@@ -87,6 +94,15 @@ class _ReferencePlan:
     rows: list[tuple[int, int, Tensor]]
     written: Tensor
     slot: Tensor
+
+
+def place(
+    backend: AttentionBackend, qkv: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, layer: int, plan: Any
+) -> None:
+    """``AttentionBackend.place`` in torch operations."""
+    turned = qkv[:, : qkv.shape[1] - cache.kv_heads]
+    turned.copy_(apply_rope(turned, cos, sin))
+    backend.write_kv(turned[:, -cache.kv_heads :], qkv[:, -cache.kv_heads :], cache, layer, plan)
 
 
 class ReferenceAttention:
@@ -124,6 +140,9 @@ class ReferenceAttention:
     def write_kv(self, k: Tensor, v: Tensor, cache: KVCache, layer: int, plan: _ReferencePlan) -> None:
         for pages, new in ((cache.keys[layer], k), (cache.values[layer], v)):
             pages.flatten(0, 1).index_copy_(0, plan.slot, new[plan.written].to(pages.dtype))
+
+    def place(self, qkv: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, layer: int, plan: _ReferencePlan) -> None:
+        place(self, qkv, cos, sin, cache, layer, plan)
 
     def attend(
         self, q: Tensor, cache: KVCache, layer: int, plan: _ReferencePlan, out: Tensor, scale: float, window: int = 0

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .attention import AttnBatch, KVCache
+from .attention import AttnBatch, KVCache, place
 from .memory import lazy_zeros
 
 TILE = 256
@@ -92,7 +92,7 @@ class _Plan:
 class CPUAttention:
     """See the module."""
 
-    name = "cpu"
+    name = "torch"
 
     def __init__(self) -> None:
         self._padded: dict[tuple[int, int], int] = {}
@@ -134,6 +134,9 @@ class CPUAttention:
             rows = new[: plan.tokens] if plan.written is None else new[plan.written]
             flat = rows.transpose(0, 1).to(pages.dtype).reshape(-1, cache.head_dim)
             pages.view(-1, cache.head_dim).index_copy_(0, plan.slot, flat)
+
+    def place(self, qkv: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, layer: int, plan: _Plan) -> None:
+        place(self, qkv, cos, sin, cache, layer, plan)
 
     def attend(
         self, q: Tensor, cache: KVCache, layer: int, plan: _Plan, out: Tensor, scale: float, window: int = 0

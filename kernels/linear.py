@@ -1,18 +1,23 @@
 """Linear layers whose rows never depend on how many rows there are.
 
-A matrix product may use another kernel, and so another order of additions, for another number of rows. Weights are
-packed once for oneDNN, and callers pad the number of rows to one of a few sizes (``padded_rows``), which also keeps
-the number of generated kernels small. ``smallest_rows`` finds out on the running machine from which size on a row's
-bits are always the same.
+``make_linear`` chooses one of two kinds. ``PackedLinear`` (``packed``) is the C++ kernel, for products in float32:
+weights of either type are read as they are, and a row's bits are the same at every size. ``Linear`` is oneDNN, for
+products in bfloat16 where the processor has instructions for them, and for all products where there is no C++ kernel.
 
-bfloat16 products are computed natively only where the processor has instructions for it. Elsewhere they would be
-emulated, several times slower than float32, so the packed weights are float32 copies of the bfloat16 values.
+oneDNN may use another kernel, and so another order of additions, for another number of rows. So callers pad the
+number of rows to one of a few sizes (``padded_rows``), which also keeps the number of generated kernels small.
+``smallest_rows`` finds out on the running machine from which size on a row's bits are always the same. bfloat16
+products would be emulated where the processor has no instructions for them, several times slower than float32, so
+the packed weights are float32 copies of the bfloat16 values there.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+
+from . import cpu
+from .packed import PackedLinear
 
 #: From here on, row counts are multiples of this; below, powers of two.
 ROW_TILE = 16
@@ -22,7 +27,9 @@ _CHECKED = (*_SMALL, ROW_TILE, 3 * ROW_TILE, 128)
 
 
 def padded_rows(rows: int, smallest: int = ROW_TILE) -> int:
-    """The number of rows to compute for ``rows`` rows, at least ``smallest``."""
+    """The number of rows to compute for ``rows`` rows, at least ``smallest``; 1: these very rows."""
+    if smallest == 1:
+        return rows
     if rows > ROW_TILE // 2:
         return -(-rows // ROW_TILE) * ROW_TILE
     return next((size for size in _SMALL if size >= max(rows, smallest)), ROW_TILE)
@@ -50,11 +57,26 @@ class Linear:
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
 
 
-def smallest_rows(layers: Iterable[Linear]) -> int | None:
+AnyLinear = Linear | PackedLinear
+
+
+def make_linear(weight: Tensor, bias: Tensor | None, compute: torch.dtype) -> AnyLinear:
+    """The layer of ``weight`` [out, in] and ``bias`` [out] for rows in ``compute``, the quickest that is here."""
+    if compute is torch.float32 and weight.dtype in (torch.float32, torch.bfloat16) and cpu.available():
+        return PackedLinear(weight, bias)
+    return Linear(weight.to(compute), None if bias is None else bias.to(compute))
+
+
+def smallest_rows(layers: Sequence[AnyLinear]) -> int | None:
     """The least size from which on every row of these layers has the same bits at every size.
 
     None if not even multiples of ``ROW_TILE`` agree: then a row's result may depend on the batch.
     """
+    checked = [layer for layer in layers if isinstance(layer, Linear)]
+    return _smallest_checked(checked) if checked else 1
+
+
+def _smallest_checked(layers: Iterable[Linear]) -> int | None:
     smallest = 0
     for layer in layers:
         generator = torch.Generator().manual_seed(0)

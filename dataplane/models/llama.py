@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from ...kernels.attention import AttentionBackend, KVCache
-from ...kernels.linear import ROW_TILE, Linear, compute_dtype, padded_rows, smallest_rows
-from ...kernels.norm import rms_norm, silu_mul
+from ...kernels.linear import ROW_TILE, AnyLinear, compute_dtype, make_linear, padded_rows, smallest_rows
+from ...kernels.norm import add_norm, rms_norm, silu_mul
 from ...kernels.rope import (
     DynamicRope,
     RopeTable,
-    apply_rope,
     base_frequencies,
     llama3_frequencies,
     yarn_frequencies,
@@ -50,11 +49,11 @@ def make_rope(config: LlamaConfig) -> RopeTable | DynamicRope:
 @dataclass(slots=True)
 class _Layer:
     attention_norm: Tensor
-    qkv: Linear
-    output: Linear
+    qkv: AnyLinear
+    output: AnyLinear
     mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
+    gate_up: AnyLinear
+    down: AnyLinear
     #: Weights of the norm of each query and key head, [heads + kv_heads, head_dim].
     qk_norm: Tensor | None
     #: Keys that a query sees, 0 for all.
@@ -69,21 +68,22 @@ class LlamaStage:
         self.dtype = dtype
         self.layers = split_layers(self.config.layers, stages, self.config.head_in_layers)[stage]
         self.is_first, self.is_last = stage == 0, stage == stages - 1
-        self._compute = compute_dtype(dtype)
+        #: The type of values inside a layer.
+        self.compute = compute_dtype(dtype)
         self._source = source
         self._rope = make_rope(self.config)
         self._shapes = tensor_shapes(self.config)
         self._embedding = self._tensor(EMBEDDING) if self.is_first else None
         self._layers = [self._layer(index) for index in self.layers]
         self._norm: Tensor | None = None
-        self._head: Linear | None = None
+        self._head: AnyLinear | None = None
         if self.is_last:
             self._norm = self._tensor(FINAL_NORM).to(torch.float32)
             tied = self.config.tied
-            if tied and self._embedding is not None:
-                self._head = Linear(self._embedding.to(self._compute))
-            else:
-                self._head = Linear(self._tensor(EMBEDDING if tied else HEAD).to(self._compute))
+            weight = self._embedding if tied else None
+            if weight is None:
+                weight = self._tensor(EMBEDDING if tied else HEAD)
+            self._head = make_linear(weight, None, self.compute)
         layer = self._layers[0]
         checked = [layer.qkv, layer.output, layer.gate_up, layer.down, *([self._head] if self._head else [])]
         smallest = smallest_rows(checked)
@@ -101,14 +101,13 @@ class LlamaStage:
             raise ModelError(f"tensor {name} of {self._source.name} holds values that are not finite in {self.dtype}")
         return tensor
 
-    def _linear(self, *names: str) -> Linear:
+    def _linear(self, *names: str) -> AnyLinear:
         """One layer for the rows of all of ``names``, one below the other, with their biases if they have any."""
-        weight, *biases = (
-            torch.cat([self._tensor(f"{name}.{part}") for name in names]).to(self._compute)
-            for part in ("weight", "bias")
-            if f"{names[0]}.{part}" in self._shapes
-        )
-        return Linear(weight, *biases)
+        weight = torch.cat([self._tensor(f"{name}.weight") for name in names])
+        bias = None
+        if f"{names[0]}.bias" in self._shapes:
+            bias = torch.cat([self._tensor(f"{name}.bias") for name in names])
+        return make_linear(weight, bias, self.compute)
 
     def _qk_norm(self, attention: str) -> Tensor:
         heads = (("q_norm", self.config.heads), ("k_norm", self.config.kv_heads))
@@ -157,20 +156,20 @@ class LlamaStage:
         rows, heads, kv_heads = len(x), config.heads, config.kv_heads
         cos, sin = self._rope.rows(positions, prompt_len)
         scale = config.head_dim**-0.5
-        attended = torch.zeros(rows, heads, config.head_dim, dtype=self._compute)
+        attended = torch.zeros(rows, heads, config.head_dim, dtype=self.compute)
+        # What the last block of operations adds to the residual stream.
+        delta: Tensor | None = None
         for index, layer in enumerate(self._layers):
-            normed = rms_norm(x, layer.attention_norm, config.norm_eps, self._compute)
+            normed = add_norm(x, delta, layer.attention_norm, config.norm_eps, self.compute)
             qkv = layer.qkv(normed).view(rows, heads + 2 * kv_heads, config.head_dim)
-            turned = qkv[:, : heads + kv_heads]
             if layer.qk_norm is not None:
-                turned = rms_norm(turned, layer.qk_norm, config.norm_eps, self._compute)
-            rotated = apply_rope(turned, cos, sin)
-            backend.write_kv(rotated[:, heads:], qkv[:, heads + kv_heads :], cache, index, plan)
-            backend.attend(rotated[:, :heads], cache, index, plan, attended, scale, layer.window)
-            x.add_(layer.output(attended.view(rows, -1)))
-            normed = rms_norm(x, layer.mlp_norm, config.norm_eps, self._compute)
-            x.add_(layer.down(silu_mul(layer.gate_up(normed))))
-        return x
+                turned = qkv[:, : heads + kv_heads]
+                turned.copy_(rms_norm(turned, layer.qk_norm, config.norm_eps, self.compute))
+            backend.place(qkv, cos, sin, cache, index, plan)
+            backend.attend(qkv[:, :heads], cache, index, plan, attended, scale, layer.window)
+            normed = add_norm(x, layer.output(attended.view(rows, -1)), layer.mlp_norm, config.norm_eps, self.compute)
+            delta = layer.down(silu_mul(layer.gate_up(normed)))
+        return x if delta is None else x.add_(delta)
 
     def logits(self, x: Tensor, rows: Tensor) -> Tensor:
         """float32[len(rows), vocabulary] of the last stage for these rows of its residual stream."""
@@ -178,5 +177,5 @@ class LlamaStage:
             raise RuntimeError("only the last stage has a head")
         selected = x.new_zeros(self.padded(len(rows)), self.config.hidden_size)
         selected[: len(rows)] = x[rows]
-        normed = rms_norm(selected, self._norm, self.config.norm_eps, self._compute)
+        normed = add_norm(selected, None, self._norm, self.config.norm_eps, self.compute)
         return self._head(normed)[: len(rows)].to(torch.float32)

@@ -1,0 +1,188 @@
+// Paged attention over rows of one kv head: queries of all heads that share it lie together.
+//
+// Keys are taken in tiles of TILE from position 0. Scores are chains of additions over the head's dimensions, weighted
+// values chains over the keys; a tile changes a row's running maximum, sum and values by operations of fixed shape. A
+// key that a row does not see has the weight 0 and changes nothing. So a row's bits do not depend on the queries that
+// are computed with it, on chunks, blocks or threads.
+#pragma once
+
+#include "level.h"
+#include "vectors.h"
+
+namespace {
+
+using evenflow::Attention;
+using evenflow::TILE;
+
+// Rows and vectors that are computed together: their sums fit the registers.
+constexpr int ROWS_AT_ONCE = 6;
+#if LANES == 16 || defined(__aarch64__)
+constexpr int VECTORS = 4;
+#else
+constexpr int VECTORS = 2;
+#endif
+// Stands for "no key seen yet": the difference of two infinities would be no number.
+constexpr float NOTHING = -1e30f;
+
+// to[row, :] (+)= from[row, :count] · table[:count, :] for COLUMNS vectors; rows after `rows` are computed as the last
+// and not stored.
+template <int ROWS, int COLUMNS, bool ADD>
+__attribute__((noinline)) void mix(const float* from, int64_t stride, int64_t rows, int64_t count, const float* table,
+                                   int64_t table_stride, float* to, int64_t to_stride) {
+    F sum[ROWS][COLUMNS];
+    const float* at[ROWS];
+    _Pragma("GCC unroll 8") for (int row = 0; row < ROWS; ++row) {
+        const int64_t real = row < rows ? row : rows - 1;
+        at[row] = from + real * stride;
+        _Pragma("GCC unroll 8") for (int v = 0; v < COLUMNS; ++v)
+            sum[row][v] = ADD ? load(to + real * to_stride + v * LANES) : F{};
+    }
+    for (int64_t k = 0; k < count; ++k) {
+        F line[COLUMNS];
+        _Pragma("GCC unroll 8") for (int v = 0; v < COLUMNS; ++v) line[v] = load(table + k * table_stride + v * LANES);
+        _Pragma("GCC unroll 8") for (int row = 0; row < ROWS; ++row) {
+            const F value = splat(at[row][k]);
+            _Pragma("GCC unroll 8") for (int v = 0; v < COLUMNS; ++v) sum[row][v] += value * line[v];
+        }
+    }
+    _Pragma("GCC unroll 8") for (int row = 0; row < ROWS; ++row) if (row < rows)
+        _Pragma("GCC unroll 8") for (int v = 0; v < COLUMNS; ++v) store(to + row * to_stride + v * LANES, sum[row][v]);
+}
+
+template <int COLUMNS, bool ADD>
+void mix_rows(const float* from, int64_t stride, int64_t rows, int64_t count, const float* table,
+              int64_t table_stride, float* to, int64_t to_stride) {
+    for (; rows > 0; rows -= ROWS_AT_ONCE, from += ROWS_AT_ONCE * stride, to += ROWS_AT_ONCE * to_stride) {
+        const auto run = rows == 1   ? mix<1, COLUMNS, ADD>
+                         : rows == 2 ? mix<2, COLUMNS, ADD>
+                         : rows == 3 ? mix<3, COLUMNS, ADD>
+                         : rows == 4 ? mix<4, COLUMNS, ADD>
+                                     : mix<ROWS_AT_ONCE, COLUMNS, ADD>;
+        run(from, stride, rows < ROWS_AT_ONCE ? rows : ROWS_AT_ONCE, count, table, table_stride, to, to_stride);
+    }
+}
+
+// All of `columns`, a multiple of 16.
+template <bool ADD>
+void mix_columns(const float* from, int64_t stride, int64_t rows, int64_t count, const float* table, int64_t columns,
+                 float* to, int64_t to_stride) {
+    int64_t column = 0;
+    for (; column + VECTORS * LANES <= columns; column += VECTORS * LANES)
+        mix_rows<VECTORS, ADD>(from, stride, rows, count, table + column, columns, to + column, to_stride);
+    for (; column < columns; column += LANES)
+        mix_rows<1, ADD>(from, stride, rows, count, table + column, columns, to + column, to_stride);
+}
+
+// Scores of one row become weights; keys before `from` and from `to` on are not seen. Scales what the row has so far.
+__attribute__((noinline)) void weigh(float* scores, int64_t from, int64_t to, float* peak, float* total, float* values,
+                                     int64_t padded) {
+    F score[TILE / LANES];
+    F high = splat(NOTHING);
+    for (int v = 0; v < TILE / LANES; ++v) {
+        score[v] = load(scores + v * LANES);
+        if (from > v * LANES || to < (v + 1) * LANES) {
+            I lane;
+            for (int i = 0; i < LANES; ++i) lane[i] = v * LANES + i;
+            const I seen = (lane >= (int32_t)from) & (lane < (int32_t)to);
+            score[v] = seen ? score[v] : splat(-__builtin_inff());
+        }
+        high = larger(high, score[v]);
+    }
+    float highest = *peak;
+    for (int i = 0; i < LANES; ++i) highest = high[i] > highest ? high[i] : highest;
+    F sum{};
+    for (int v = 0; v < TILE / LANES; ++v) {
+        const F weight = power_of_two(score[v] - highest);
+        store(scores + v * LANES, weight);
+        sum += weight;
+    }
+    float added = 0;
+    for (int i = 0; i < LANES; ++i) added += sum[i];
+    if (highest != *peak) {
+        const float keep = power_of_two(splat(*peak - highest))[0];
+        *peak = highest;
+        *total *= keep;
+        for (int64_t column = 0; column < padded; column += LANES)
+            store(values + column, load(values + column) * keep);
+    }
+    *total += added;
+}
+
+// Keys [dim, block] and values [block, dim] of a tile's blocks, as floats: [dim, TILE] and [TILE, padded].
+template <typename T>
+void gather(const Attention& a, const int32_t* table, int64_t head, int64_t first, int64_t count, float* keys,
+            float* values) {
+    const int64_t size = a.block_size, dim = a.dim, padded = (dim + 15) / 16 * 16;
+    for (int64_t key = first; key < first + count;) {
+        const int64_t block = (table[key / size] * a.kv_heads + head) * size * dim, offset = key % size;
+        const int64_t taken = size - offset < first + count - key ? size - offset : first + count - key;
+        const T* from = static_cast<const T*>(a.keys) + block + offset;
+        float* to = keys + key - first;
+        if (offset % LANES == 0 && size % LANES == 0) {
+            // Keys of the block that are not there are read, too, and never count.
+            for (int64_t d = 0; d < dim; ++d)
+                for (int64_t i = 0; i < taken; i += LANES) store(to + d * TILE + i, load_wide(from + d * size + i));
+        } else {
+            for (int64_t d = 0; d < dim; ++d)
+                for (int64_t i = 0; i < taken; ++i) to[d * TILE + i] = wide(from[d * size + i]);
+        }
+        const T* row = static_cast<const T*>(a.values) + block + offset * dim;
+        for (int64_t i = 0; i < taken; ++i, row += dim) {
+            float* line = values + (key - first + i) * padded;
+            int64_t d = 0;
+            for (; d + LANES <= dim; d += LANES) store(line + d, load_wide(row + d));
+            for (; d < dim; ++d) line[d] = wide(row[d]);
+            for (; d < padded; ++d) line[d] = 0;
+        }
+        key += taken;
+    }
+}
+
+template <typename T>
+void attend_as(const Attention& a, int64_t row, int64_t head, int64_t begin, int64_t end, float* scratch) {
+    const int64_t dim = a.dim, group = a.heads / a.kv_heads, padded = (dim + 15) / 16 * 16;
+    const int64_t length = a.kv_len[row], rows = (end - begin) * group;
+    // Position of the first query, and the keys that any of these queries sees.
+    const int64_t position = length - (a.cu_q[row + 1] - begin), last = position + (end - begin);
+    const int64_t lowest = a.window && position - a.window + 1 > 0 ? position - a.window + 1 : 0;
+    const int32_t* table = a.table + row * a.table_stride;
+    float* keys = scratch;
+    float* values = keys + dim * TILE;
+    float* queries = values + TILE * padded;
+    float* scores = queries + rows * dim;
+    float* result = scores + rows * TILE;
+    float* peak = result + rows * padded;
+    float* total = peak + rows;
+    const float scale = a.scale * 1.44269504f;  // weights are powers of two
+    for (int64_t r = 0; r < rows; ++r) {
+        const float* from = a.q + (begin + r / group) * a.q_stride + (head * group + r % group) * dim;
+        for (int64_t d = 0; d < dim; ++d) queries[r * dim + d] = from[d] * scale;
+        for (int64_t d = 0; d < padded; ++d) result[r * padded + d] = 0;
+        peak[r] = NOTHING;
+        total[r] = 0;
+    }
+    for (int64_t first = lowest / TILE * TILE; first < last; first += TILE) {
+        const int64_t count = last - first < TILE ? last - first : TILE;
+        gather<T>(a, table, head, first, count, keys, values);
+        mix_columns<false>(queries, dim, rows, dim, keys, TILE, scores, TILE);
+        for (int64_t r = 0; r < rows; ++r) {
+            const int64_t at = position + r / group, to = at + 1 - first;
+            const int64_t from = a.window ? at - a.window + 1 - first : 0;
+            weigh(scores + r * TILE, from, to, peak + r, total + r, result + r * padded, padded);
+        }
+        mix_columns<true>(scores, TILE, rows, count, values, padded, result, padded);
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+        float* to = a.out + (begin + r / group) * a.out_stride + (head * group + r % group) * dim;
+        for (int64_t d = 0; d < dim; ++d) to[d] = result[r * padded + d] / total[r];
+    }
+}
+
+void attend(const Attention& a, int64_t row, int64_t head, int64_t begin, int64_t end, float* scratch) {
+    if (a.bf16)
+        attend_as<uint16_t>(a, row, head, begin, end, scratch);
+    else
+        attend_as<float>(a, row, head, begin, end, scratch);
+}
+
+}  // namespace

@@ -1,0 +1,26 @@
+// The kernels of one level, in vectors of the compiler's own (GCC and Clang).
+#include "level.h"
+
+#if defined(LEVEL_AVX512)
+#define LEVEL avx512
+#define LANES 16
+#elif defined(LEVEL_AVX2)
+#define LEVEL avx2
+#define LANES 8
+#else
+#define LEVEL baseline
+#define LANES 4
+#endif
+#include "attention.h"
+#include "matmul.h"
+#include "rows.h"
+
+#define NAME_OF(level) NAME_AS(level)
+#define NAME_AS(level) level_##level
+#define TEXT_OF(level) TEXT_AS(level)
+#define TEXT_AS(level) #level
+
+namespace evenflow {
+extern const Level NAME_OF(LEVEL);
+const Level NAME_OF(LEVEL) = {TEXT_OF(LEVEL), matmul, attend, place, norm, gate};
+}  // namespace evenflow

@@ -1,0 +1,81 @@
+// What each instruction set level offers: one table of functions a level, filled by level.cpp.
+//
+// A level's file is compiled with that level's instructions. It must not define anything that the linker could share
+// with another level (no templates or inline functions of the standard library): the program would then run code
+// that the processor may not have.
+#pragma once
+
+#include <cstdint>
+
+namespace evenflow {
+
+// Columns of a packed matrix that lie together: 3, 6 or 12 vectors.
+constexpr int64_t PANEL = 48;
+// Keys of an attention tile.
+constexpr int64_t TILE = 64;
+
+// Weights [out, in], packed: for each panel of columns, for each k of `in`, PANEL values; absent columns are zeros.
+// bfloat16: k and k + 1 share 32 bits, k in the lower half; an odd `in` is filled up with zeros.
+struct Weights {
+    const void* data;
+    const float* bias;  // [out], or null
+    int64_t out, in;
+    bool bf16;
+};
+
+// out[m, n] = x[m, :] · weights[n, :] + bias[n] for the columns of panels first … last - 1. `scratch` holds
+// (in + 1) * PANEL floats.
+using Matmul = void (*)(const float* x, int64_t x_stride, int64_t rows, const Weights& weights, float* out,
+                        int64_t out_stride, int64_t first, int64_t last, float* scratch);
+
+// One layer's attention. The cache holds for each block and kv head keys [dim, block_size] and values
+// [block_size, dim], in float32 or bfloat16.
+struct Attention {
+    const float* q;  // [T, heads * dim], rows q_stride apart
+    float* out;      // likewise
+    const void *keys, *values;
+    const int32_t *cu_q, *kv_len, *table;  // as in AttnBatch; rows of the table are table_stride apart
+    int64_t q_stride, out_stride, table_stride, heads, kv_heads, dim, block_size, window;
+    float scale;
+    bool bf16;
+};
+
+// Queries begin … end - 1 (numbers in T) of one row, for the heads that share kv head `head`. `scratch` holds
+// attend_scratch() floats.
+using Attend = void (*)(const Attention& a, int64_t row, int64_t head, int64_t begin, int64_t end, float* scratch);
+
+inline int64_t attend_scratch(const Attention& a, int64_t queries) {
+    const int64_t padded = (a.dim + 15) / 16 * 16, rows = queries * (a.heads / a.kv_heads);
+    return TILE * (a.dim + padded) + rows * (a.dim + TILE + padded + 2);
+}
+
+// New keys and values of a layer: rows of q, k and v heads side by side.
+struct NewKeys {
+    float* qkv;             // [T, (heads + 2 * kv_heads) * dim], rows `stride` apart
+    const float *cos, *sin;  // [T, dim / 2], or null: no rotation
+    const int64_t* slot;    // block * block_size + offset; -1: do not write
+    void *keys, *values;
+    int64_t stride, heads, kv_heads, dim, block_size;
+    bool bf16;
+};
+
+// Rotates queries and keys of tokens begin … end - 1 in place, and stores keys and values.
+using Place = void (*)(const NewKeys& n, int64_t begin, int64_t end);
+
+// x (bfloat16 or float32, [rows, size]) += delta (unless null); out = x scaled to unit mean square, times weight.
+using Norm = void (*)(void* x, int64_t x_stride, bool bf16, const float* delta, int64_t delta_stride,
+                      const float* weight, float eps, float* out, int64_t out_stride, int64_t rows, int64_t size);
+
+// out[r, i] = silu(x[r, i]) * x[r, size + i].
+using Gate = void (*)(const float* x, int64_t x_stride, float* out, int64_t out_stride, int64_t rows, int64_t size);
+
+struct Level {
+    const char* name;
+    Matmul matmul;
+    Attend attend;
+    Place place;
+    Norm norm;
+    Gate gate;
+};
+
+}  // namespace evenflow

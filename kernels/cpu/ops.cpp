@@ -1,0 +1,268 @@
+// The kernels as torch operations, over torch's stable ABI: one library for every torch from 2.11 on.
+//
+// Work is cut into units that threads take one after the other; each unit is computed by one thread in a fixed order,
+// so results do not depend on the number of threads.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <atomic>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "level.h"
+
+namespace evenflow {
+
+extern const Level level_baseline;
+#if defined(__x86_64__)
+extern const Level level_avx2, level_avx512;
+#endif
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+std::vector<const Level*> supported() {
+    std::vector<const Level*> levels{&level_baseline};
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) levels.push_back(&level_avx2);
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+        levels.push_back(&level_avx512);
+#endif
+    return levels;
+}
+
+const Level* current = supported().back();
+
+// Runs `body(unit)` for all units, on as many threads as torch has.
+template <typename Body>
+void each_unit(int64_t units, const Body& body) {
+    const int64_t threads = std::min<int64_t>(units, torch::stable::get_num_threads());
+    if (threads <= 1) {
+        for (int64_t unit = 0; unit < units; ++unit) body(unit);
+        return;
+    }
+    std::atomic<int64_t> next{0};
+    torch::stable::parallel_for(0, threads, 1, [&](int64_t first, int64_t last) {
+        for (int64_t thread = first; thread < last; ++thread)
+            for (int64_t unit; (unit = next.fetch_add(1, std::memory_order_relaxed)) < units;) body(unit);
+    });
+}
+
+float* scratch(int64_t floats) {
+    thread_local std::vector<float> memory;
+    if (static_cast<int64_t>(memory.size()) < floats + 16) memory.resize(floats + 16);
+    const auto address = reinterpret_cast<uintptr_t>(memory.data());
+    return reinterpret_cast<float*>((address + 63) & ~uintptr_t{63});
+}
+
+// Rows whose activations stay in the second-level cache while panels pass by, a multiple of every tile's height.
+constexpr int64_t CACHED_BYTES = 384 << 10, ROWS_STEP = 24;
+
+void matmul(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, Tensor out) {
+    const bool bf16 = packed.scalar_type() == ScalarType::BFloat16;
+    STD_TORCH_CHECK(bf16 || packed.scalar_type() == ScalarType::Float, "weights must be float32 or bfloat16");
+    STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float && out.scalar_type() == ScalarType::Float,
+                    "activations and results must be float32");
+    STD_TORCH_CHECK(x.dim() == 2 && out.dim() == 2 && x.size(0) == out.size(0), "rows of x and out must agree");
+    const int64_t rows = x.size(0), in = x.size(1), columns = out.size(1), panels = (columns + PANEL - 1) / PANEL;
+    STD_TORCH_CHECK(packed.is_contiguous() && packed.numel() == panels * PANEL * (bf16 ? (in + 1) / 2 * 2 : in),
+                    "packed weights are not those of these shapes");
+    STD_TORCH_CHECK((x.stride(1) == 1 || in <= 1) && (out.stride(1) == 1 || columns <= 1),
+                    "rows must be contiguous");
+    STD_TORCH_CHECK(!bias || (bias->scalar_type() == ScalarType::Float && bias->is_contiguous() &&
+                              bias->numel() == columns),
+                    "the bias must be float32[out]");
+    if (rows == 0 || columns == 0) return;
+    const Weights weights{packed.const_data_ptr(), bias ? bias->const_data_ptr<float>() : nullptr, columns, in, bf16};
+    const float* from = x.const_data_ptr<float>();
+    float* to = out.mutable_data_ptr<float>();
+    const int64_t x_stride = x.stride(0), out_stride = out.stride(0);
+    const int64_t fitting = CACHED_BYTES / (std::max<int64_t>(in, 1) * 4) / ROWS_STEP * ROWS_STEP;
+    const int64_t height = std::max(fitting, 2 * ROWS_STEP);
+    const int64_t blocks = (rows + height - 1) / height;
+    const int64_t threads = torch::stable::get_num_threads();
+    // Units are smaller than a thread's share, so that a thread that loses its core does not keep the others waiting.
+    const int64_t width = std::clamp<int64_t>((panels + 3 * threads - 1) / (3 * threads), 1, 32);
+    const int64_t parts = (panels + width - 1) / width;
+    const Level* level = current;
+    each_unit(blocks * parts, [&](int64_t unit) {
+        const int64_t row = unit / parts * height, first = unit % parts * width;
+        level->matmul(from + row * x_stride, x_stride, std::min(height, rows - row), weights, to + row * out_stride,
+                      out_stride, first, std::min(first + width, panels), scratch((in + 1) * PANEL));
+    });
+}
+
+// Queries of one row that share a pass over its keys.
+constexpr int64_t QUERIES = 32;
+
+bool is(const Tensor& tensor, ScalarType type, int64_t dim) {
+    return tensor.scalar_type() == type && tensor.dim() == dim && (dim == 0 || tensor.stride(dim - 1) == 1);
+}
+
+bool is_cache(const Tensor& keys, const Tensor& values) {
+    const auto type = keys.scalar_type();
+    return keys.dim() == 4 && values.dim() == 4 && keys.is_contiguous() && values.is_contiguous() &&
+           (type == ScalarType::Float || type == ScalarType::BFloat16) && values.scalar_type() == type &&
+           keys.size(0) == values.size(0) && keys.size(1) == values.size(1) && keys.size(2) == values.size(3) &&
+           keys.size(3) == values.size(2);
+}
+
+void attend(const Tensor& q, const Tensor& keys, const Tensor& values, const Tensor& cu_q, const Tensor& kv_len,
+            const Tensor& table, double scale, int64_t window, Tensor out) {
+    STD_TORCH_CHECK(is_cache(keys, values), "keys must be [blocks, kv heads, dim, block], values [.., block, dim]");
+    const int64_t kv_heads = keys.size(1), dim = keys.size(2), rows = kv_len.size(0);
+    STD_TORCH_CHECK(is(q, ScalarType::Float, 2) && is(out, ScalarType::Float, 2) && q.size(1) == out.size(1) &&
+                        q.size(1) % (kv_heads * dim) == 0 && q.size(0) == out.size(0),
+                    "q and out must be float32[T, heads * dim]");
+    STD_TORCH_CHECK(is(cu_q, ScalarType::Int, 1) && is(kv_len, ScalarType::Int, 1) && cu_q.size(0) == rows + 1 &&
+                        is(table, ScalarType::Int, 2) && table.size(0) == rows && window >= 0,
+                    "cu_q, kv_len and table must be int32[R + 1], [R] and [R, blocks]");
+    const Attention a{
+        q.const_data_ptr<float>(), out.mutable_data_ptr<float>(), keys.const_data_ptr(), values.const_data_ptr(),
+        cu_q.const_data_ptr<int32_t>(), kv_len.const_data_ptr<int32_t>(), table.const_data_ptr<int32_t>(),
+        q.stride(0), out.stride(0), table.stride(0), q.size(1) / dim, kv_heads, dim, keys.size(3), window,
+        static_cast<float>(scale), keys.scalar_type() == ScalarType::BFloat16};
+    const int64_t blocks = keys.size(0), width = table.size(1);
+    struct Unit {
+        int64_t row, head, begin, end;
+    };
+    std::vector<Unit> units;
+    for (int64_t row = 0; row < rows; ++row) {
+        const int64_t begin = a.cu_q[row], end = a.cu_q[row + 1], length = a.kv_len[row];
+        STD_TORCH_CHECK(0 <= begin && begin <= end && end <= q.size(0) && end - begin <= length &&
+                            length <= width * a.block_size,
+                        "queries or keys of a row lie outside");
+        for (int64_t block = 0; block * a.block_size < length; ++block) {
+            const int32_t id = a.table[row * a.table_stride + block];
+            STD_TORCH_CHECK(0 <= id && id < blocks, "a block of the table is not in the cache");
+        }
+        // The last queries see the most keys: theirs is the work to begin with.
+        for (int64_t from = (end - begin - 1) / QUERIES * QUERIES + begin; from >= begin && end > begin; from -= QUERIES)
+            for (int64_t head = 0; head < kv_heads; ++head)
+                units.push_back({row, head, from, std::min(from + QUERIES, end)});
+    }
+    const Level* level = current;
+    each_unit(static_cast<int64_t>(units.size()), [&](int64_t number) {
+        const Unit& unit = units[number];
+        level->attend(a, unit.row, unit.head, unit.begin, unit.end,
+                      scratch(attend_scratch(a, unit.end - unit.begin)));
+    });
+}
+
+// Cuts `rows` rows of `size` values into units, one for all if they are few.
+template <typename Body>
+void each_rows(int64_t rows, int64_t size, const Body& body) {
+    const int64_t threads = torch::stable::get_num_threads();
+    const int64_t step = rows * size < (1 << 15) ? rows : std::max<int64_t>((rows + 4 * threads - 1) / (4 * threads), 1);
+    if (rows > 0)
+        each_unit((rows + step - 1) / step, [&](int64_t unit) { body(unit * step, std::min((unit + 1) * step, rows)); });
+}
+
+void place(Tensor qkv, const std::optional<Tensor>& cos, const std::optional<Tensor>& sin, const Tensor& slot,
+           Tensor keys, Tensor values) {
+    STD_TORCH_CHECK(is_cache(keys, values), "keys must be [blocks, kv heads, dim, block], values [.., block, dim]");
+    const int64_t kv_heads = keys.size(1), dim = keys.size(2), size = keys.size(3), tokens = slot.size(0);
+    STD_TORCH_CHECK(is(qkv, ScalarType::Float, 2) && is(slot, ScalarType::Long, 1) && qkv.size(0) >= tokens &&
+                        qkv.size(1) % dim == 0 && qkv.size(1) / dim >= 2 * kv_heads,
+                    "qkv must be float32[>= T, (heads + 2 kv heads) * dim], slot int64[T]");
+    STD_TORCH_CHECK(cos.has_value() == sin.has_value(), "cos and sin come together");
+    for (const auto* table : {&cos, &sin})
+        STD_TORCH_CHECK(!*table || ((*table)->scalar_type() == ScalarType::Float && (*table)->is_contiguous() &&
+                                    (*table)->numel() >= tokens * (dim / 2) && dim % 2 == 0),
+                        "cos and sin must be float32[>= T, dim / 2]");
+    const NewKeys n{qkv.mutable_data_ptr<float>(), cos ? cos->const_data_ptr<float>() : nullptr,
+                    sin ? sin->const_data_ptr<float>() : nullptr, slot.const_data_ptr<int64_t>(),
+                    keys.mutable_data_ptr(), values.mutable_data_ptr(), qkv.stride(0), qkv.size(1) / dim - 2 * kv_heads,
+                    kv_heads, dim, size, keys.scalar_type() == ScalarType::BFloat16};
+    for (int64_t token = 0; token < tokens; ++token)
+        STD_TORCH_CHECK(n.slot[token] < keys.size(0) * size, "a slot lies outside the cache");
+    const Level* level = current;
+    each_rows(tokens, qkv.size(1), [&](int64_t begin, int64_t end) { level->place(n, begin, end); });
+}
+
+void norm(Tensor x, const std::optional<Tensor>& delta, const Tensor& weight, double eps, Tensor out) {
+    const bool bf16 = x.scalar_type() == ScalarType::BFloat16;
+    const int64_t rows = x.size(0), size = x.size(1);
+    STD_TORCH_CHECK((bf16 || x.scalar_type() == ScalarType::Float) && x.dim() == 2 && x.stride(1) == 1,
+                    "x must be float32 or bfloat16[rows, size]");
+    STD_TORCH_CHECK(is(out, ScalarType::Float, 2) && out.size(0) == rows && out.size(1) == size &&
+                        is(weight, ScalarType::Float, 1) && weight.size(0) == size &&
+                        (!delta || (is(*delta, ScalarType::Float, 2) && delta->size(0) == rows && delta->size(1) == size)),
+                    "delta and out must be float32[rows, size], weight float32[size]");
+    char* data = static_cast<char*>(x.mutable_data_ptr());
+    const float* change = delta ? delta->const_data_ptr<float>() : nullptr;
+    const float* scales = weight.const_data_ptr<float>();
+    float* to = out.mutable_data_ptr<float>();
+    const int64_t x_stride = x.stride(0), delta_stride = delta ? delta->stride(0) : 0, out_stride = out.stride(0);
+    const Level* level = current;
+    each_rows(rows, size, [&](int64_t begin, int64_t end) {
+        level->norm(data + begin * x_stride * (bf16 ? 2 : 4), x_stride, bf16,
+                    change ? change + begin * delta_stride : nullptr, delta_stride, scales, static_cast<float>(eps),
+                    to + begin * out_stride, out_stride, end - begin, size);
+    });
+}
+
+void gate(const Tensor& x, Tensor out) {
+    STD_TORCH_CHECK(is(x, ScalarType::Float, 2) && is(out, ScalarType::Float, 2) && x.size(0) == out.size(0) &&
+                        x.size(1) == 2 * out.size(1),
+                    "x must be float32[rows, 2 * size], out float32[rows, size]");
+    const float* from = x.const_data_ptr<float>();
+    float* to = out.mutable_data_ptr<float>();
+    const int64_t x_stride = x.stride(0), out_stride = out.stride(0), size = out.size(1);
+    const Level* level = current;
+    each_rows(x.size(0), 2 * size, [&](int64_t begin, int64_t end) {
+        level->gate(from + begin * x_stride, x_stride, to + begin * out_stride, out_stride, end - begin, size);
+    });
+}
+
+std::string levels() {
+    std::string names;
+    for (const Level* level : supported()) names += (names.empty() ? "" : " ") + std::string(level->name);
+    return names;
+}
+
+// Whether there is such a level on this processor, which is then used.
+bool use_level(std::string name) {
+    for (const Level* level : supported())
+        if (name == level->name) {
+            current = level;
+            return true;
+        }
+    return false;
+}
+
+}  // namespace
+}  // namespace evenflow
+
+STABLE_TORCH_LIBRARY(evenflow, library) {
+    library.def("matmul(Tensor x, Tensor packed, Tensor? bias, Tensor(a!) out) -> ()");
+    library.def(
+        "attend(Tensor q, Tensor keys, Tensor values, Tensor cu_q, Tensor kv_len, Tensor table, float scale, "
+        "int window, Tensor(a!) out) -> ()");
+    library.def(
+        "place(Tensor(a!) qkv, Tensor? cos, Tensor? sin, Tensor slot, Tensor(b!) keys, Tensor(c!) values) -> ()");
+    library.def("norm(Tensor(a!) x, Tensor? delta, Tensor weight, float eps, Tensor(b!) out) -> ()");
+    library.def("gate(Tensor x, Tensor(a!) out) -> ()");
+    library.def("levels() -> str");
+    library.def("use_level(str name) -> bool");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(evenflow, CPU, library) {
+    library.impl("matmul", TORCH_BOX(&evenflow::matmul));
+    library.impl("attend", TORCH_BOX(&evenflow::attend));
+    library.impl("place", TORCH_BOX(&evenflow::place));
+    library.impl("norm", TORCH_BOX(&evenflow::norm));
+    library.impl("gate", TORCH_BOX(&evenflow::gate));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(evenflow, CompositeExplicitAutograd, library) {
+    library.impl("levels", TORCH_BOX(&evenflow::levels));
+    library.impl("use_level", TORCH_BOX(&evenflow::use_level));
+}

@@ -1,0 +1,72 @@
+// Vectors of LANES floats.
+#pragma once
+
+#include <cstdint>
+
+namespace {
+
+#define ALWAYS inline __attribute__((always_inline))
+
+typedef float F __attribute__((vector_size(LANES * 4)));
+typedef uint32_t U __attribute__((vector_size(LANES * 4)));
+typedef int32_t I __attribute__((vector_size(LANES * 4)));
+typedef uint16_t H __attribute__((vector_size(LANES * 2)));
+typedef float FU __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef uint32_t UU __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef uint16_t HU __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
+
+ALWAYS F load(const void* at) { return *static_cast<const FU*>(at); }
+ALWAYS U load_bits(const void* at) { return *static_cast<const UU*>(at); }
+ALWAYS void store(float* at, F value) { *reinterpret_cast<FU*>(at) = value; }
+ALWAYS F splat(float value) { return value - F{}; }
+
+// The two bfloat16 values of each 32 bits.
+ALWAYS F low_half(U pair) { return (F)(pair << 16); }
+ALWAYS F high_half(U pair) { return (F)(pair & 0xffff0000u); }
+
+// Values of either type, as float; LANES of them, or one.
+ALWAYS F load_wide(const float* at) { return load(at); }
+ALWAYS F load_wide(const uint16_t* at) {
+    const H halves = *reinterpret_cast<const HU*>(at);
+    return (F)(__builtin_convertvector(halves, U) << 16);
+}
+ALWAYS float wide(float value) { return value; }
+ALWAYS float wide(uint16_t value) { return __builtin_bit_cast(float, (uint32_t)value << 16); }
+
+// To the nearest value of bfloat16, halves to even.
+ALWAYS uint16_t narrow(float value) {
+    const uint32_t bits = __builtin_bit_cast(uint32_t, value);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(bits >> 16 | 0x40);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+ALWAYS void put(float* at, float value) { *at = value; }
+ALWAYS void put(uint16_t* at, float value) { *at = narrow(value); }
+ALWAYS void store_narrow(float* at, F value) { store(at, value); }
+ALWAYS void store_narrow(uint16_t* at, F value) {
+    const U bits = (U)value;
+    const U rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    const I nan = value != value;
+    *reinterpret_cast<HU*>(at) = __builtin_convertvector(nan ? bits >> 16 | 0x40 : rounded, H);
+}
+
+ALWAYS F larger(F one, F other) { return one > other ? one : other; }
+
+// 2 to the power of x <= 0 to 1e-7 of its size; 0 below -126, and for -inf.
+ALWAYS F power_of_two(F x) {
+    const F shift = splat(12582912.0f);  // 1.5 * 2^23: what is added to it is rounded to a whole number
+    const F bounded = x > -126.0f ? x : splat(-126.0f);
+    const F moved = bounded + shift;
+    const F part = bounded - (moved - shift);  // -0.5 … 0.5
+    // The series of 2^part, its coefficients fitted for the least relative error.
+    F value = splat(1.535336188319500e-4f);
+    value = value * part + splat(1.339887440266574e-3f);
+    value = value * part + splat(9.618437357674640e-3f);
+    value = value * part + splat(5.550332471162809e-2f);
+    value = value * part + splat(2.402264791363012e-1f);
+    value = value * part + splat(6.931472028550421e-1f);
+    value = value * part + splat(1.0f);
+    const F power = (F)((I)value + ((I)moved << 23));
+    return x >= -126.0f ? power : F{};
+}
+
+}  // namespace
