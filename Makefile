@@ -4,6 +4,7 @@
 # make faults  10,000 seeds of the fault simulator, 1,000 events each, and the mistakes that it must find; ARGS="--json"
 # make fuzz    a million hostile frames to every socket of a running system; ARGS="--seed 1" are others
 # make bench   the benchmarks beside their rivals
+# make paper   the paper's figures in simulation (hours; ARGS=--quick: minutes), a report in benchmarks/out/paper
 # make peers   the rivals' environment, for benchmarks/control_plane.py (3.5 GB, some ten minutes)
 #
 # PYTHON       the interpreter that .venv is made from (3.11 or newer)
@@ -22,7 +23,7 @@ CORE := .venv/.core
 KERNELS := .venv/.kernels
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
-.PHONY: serve test soak faults fuzz bench peers clean
+.PHONY: serve test soak faults fuzz bench paper peers clean
 
 serve: $(CORE) $(KERNELS)
 	$(BIN)/evenflow serve smollm2-135m $(ARGS)
@@ -46,6 +47,9 @@ fuzz: $(CORE) $(KERNELS)
 
 bench: $(CORE) $(KERNELS)
 	set -e; for program in $(BENCHMARKS); do echo "== $$program"; $(BIN)/python $$program $(ARGS); done
+
+paper: $(CORE)
+	$(BIN)/python benchmarks/paper/all.py $(ARGS)
 
 # Their torch extras are built for another torch and would break the import.
 peers:

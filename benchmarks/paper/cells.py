@@ -255,8 +255,8 @@ def run_cells(cells: Iterable[Cell], jobs: int = 2) -> dict[str, Found]:
 
 
 def quick_rows(jobs: int = 2) -> tuple[list[Row], dict[str, Found]]:
-    """Two cells with 512 requests and one seed."""
-    bars = BARS[:2]
+    """Two cells with 512 requests and one seed: such whose ratio does not hang on how long the run is."""
+    bars = [BARS[1], BARS[2]]
     found = run_cells([cell for group in bars for cell in group.cells(512, 1)], jobs)
     return [group.row(found, 512, 1) for group in bars], found
 
