@@ -46,6 +46,7 @@ from evenflow.control.core.events import (
 )
 from evenflow.control.core.slo import parse_slo
 from evenflow.control.fanout import Fanout
+from evenflow.control.journal.recorder import Recorder
 from evenflow.control.telemetry import Telemetry
 from evenflow.control.wire import Result, Submit, decode_from_client, decode_from_worker, encode
 from report import Report, Row, arguments
@@ -83,6 +84,7 @@ class Load:
         self.telemetry = None if bare else Telemetry()
         if self.telemetry is not None:
             self.telemetry.watch(True)
+        self.journal: Recorder | None = None
         self.now = 1.0  #: of the load, in which a step takes ``STEP_S``
         blocks = (running + running // 4 + 64) * ((PROMPT + ANSWER) // BLOCK + 1)
         self.random = random.Random(7)
@@ -127,6 +129,7 @@ class Load:
             frame = encode(Result(plan.epoch, plan.step, plan.lane, *times, 0, ids))
         self.now += STEP_S
         engine, fanout, telemetry, now = self.engine, self.fanout, self.telemetry, self.now
+        journal = self.journal
         start = perf_counter_ns()
         effects: list[Effect] = []
         for arrival in arrivals:
@@ -134,12 +137,17 @@ class Load:
             if telemetry is not None:
                 telemetry.submitted(submitted, now)
             effects += engine.step(submitted, now)
+            if journal is not None:
+                journal.took(submitted, now)
         lane = 0
         if frame is not None:
             result = decode_from_worker(frame)
             assert type(result) is Result
             lane = result.lane
-            effects += engine.step(Returned(0, result), now)
+            returned = Returned(0, result)
+            effects += engine.step(returned, now)
+            if journal is not None:
+                journal.took(returned, now)
             if telemetry is not None:
                 for stage in range(self.stages):
                     record = telemetry.returned(0, stage, result, now)
@@ -154,6 +162,8 @@ class Load:
         for effect in effects:
             if type(effect) is SendPlan:
                 sent.append((effect, [encode(r) for r in effect.registers], encode(effect.plan)))
+                if journal is not None:
+                    journal.planned(effect, [*sent[-1][1], sent[-1][2]])
                 if telemetry is not None:
                     telemetry.planned(effect, engine.replicas[0], now, now)
             elif type(effect) is Delivered:

@@ -16,7 +16,7 @@ from .bench_commands import bench
 from .cluster_commands import keys, launch, worker
 from .errors import MemoryShort, UsageError
 from .flags import SETTINGS, Admission, Dtype, LogLevel, Policy, env
-from .journal_commands import JournalFile, JournalIds, JournalSize, replay
+from .journal_commands import JournalFile, JournalIds, JournalSize, replay, whatif
 from .simulate_commands import capacity, simulate, tune
 
 app = typer.Typer(
@@ -439,7 +439,7 @@ def status(
     raise typer.Exit(run_status(url, as_json))
 
 
-for _command in (launch, worker, keys, bench, simulate, capacity, tune, replay):
+for _command in (launch, worker, keys, bench, simulate, capacity, tune, replay, whatif):
     app.command(context_settings=SETTINGS)(_command)
 
 

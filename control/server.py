@@ -33,7 +33,7 @@ from .core.integrity import IntegrityError, check_integrity
 from .delivery import Delivery
 from .early import EarlyRequests
 from .host import Host, Timer
-from .journal.link import JournalLink
+from .journal.link import JournalLink, writer_command
 from .journal.recorder import Recorder
 from .loop_host import LoopHost
 from .merging import RETRY_S
@@ -468,8 +468,10 @@ PARTING_S = 0.2
 async def serve(options: ControlOptions) -> None:
     """Run the control process until SIGTERM or SIGINT has been obeyed."""
     loop = asyncio.get_running_loop()
-    link = JournalLink(options.journal, options.journal_size, options.log_level) if options.journal else None
-    journal = None if link is None else Recorder(link.hand, options.journal_ids)
+    link, journal = None, None
+    if options.journal:
+        link = JournalLink(writer_command(options.journal, options.journal_size, options.log_level))
+        journal = Recorder(link.hand, options.journal_ids)
     server = ControlServer(options, LoopHost(loop), journal)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.drain)

@@ -1,6 +1,7 @@
 """What goes into the core and what comes out of it.
 
 These are made by the thousand each second: structs, since a frozen dataclass costs several times as much to make.
+Events have tags, so that a journal can hand them on as they are.
 """
 
 from __future__ import annotations
@@ -49,27 +50,27 @@ class Limits:
     queue_timeout: float = 0.0
 
 
-class Submitted(Struct, frozen=True):
+class Submitted(Struct, array_like=True, frozen=True, tag=3):
     """A client asks for a completion."""
 
     owner: int
     submit: Submit
 
 
-class Aborted(Struct, frozen=True):
+class Aborted(Struct, array_like=True, frozen=True, tag=4):
     """A client ends its request."""
 
     owner: int
     key: int
 
 
-class OwnerLost(Struct, frozen=True):
+class OwnerLost(Struct, array_like=True, frozen=True, tag=5):
     """A client is gone: all its requests end."""
 
     owner: int
 
 
-class ReplicaUp(Struct, frozen=True):
+class ReplicaUp(Struct, array_like=True, frozen=True, tag=6):
     """All ranks of a replica are ready for the plans of ``epoch``. ``profile``: what its slowest stage measured."""
 
     replica: int
@@ -80,13 +81,13 @@ class ReplicaUp(Struct, frozen=True):
     profile: list[Sample] = []
 
 
-class ReplicaLost(Struct, frozen=True):
+class ReplicaLost(Struct, array_like=True, frozen=True, tag=7):
     """A replica's epoch is over: a worker died, hung, or was out of step."""
 
     replica: int
 
 
-class Returned(Struct, frozen=True):
+class Returned(Struct, array_like=True, frozen=True, tag=8):
     """A result of the last stage's first rank."""
 
     replica: int
@@ -95,7 +96,7 @@ class Returned(Struct, frozen=True):
     starved_us: int = 0
 
 
-class Due(Struct, frozen=True):
+class Due(Struct, array_like=True, frozen=True, tag=9):
     """The time that a ``Wake`` named has come. At any other time it changes nothing."""
 
 

@@ -15,7 +15,7 @@ from setproctitle import setproctitle
 
 from ... import __version__
 from ..logs import configure
-from .records import Record
+from .recorder import Item
 from .ring import RingClosed, RingReader
 from .writer import JournalStop, Writer
 
@@ -35,8 +35,10 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     configure(args.log_level)
     setproctitle("evenflow journal")
+    # It may wait; whoever decides and computes may not.
+    os.nice(10)
     writer = Writer(args.file, args.size, os.urandom(16), __version__)
-    decode = msgpack.Decoder(list[Record]).decode
+    decode = msgpack.Decoder(list[Item]).decode
     ring = RingReader(*args.ring)
     flushed, told = time.monotonic(), False
     try:

@@ -11,21 +11,30 @@ from collections import deque
 import structlog
 
 from .files import encode
-from .records import Record
-from .ring import RingClosed, RingWriter
+from .recorder import Item
+from .ring import CAPACITY, RingClosed, RingWriter
 
 log = structlog.get_logger("evenflow.control")
 
 #: Bytes that wait while the ring is full, at most: past that the journal ends, the server goes on.
 _MOST_WAITING = 64 << 20
+#: Bytes that the writer is told of at once.
+_UNTOLD = CAPACITY >> 2
 #: Seconds that the writer gets for the rest when the control process ends. It goes on by itself after that.
 _PATIENCE_S = 5.0
 
 
-class JournalLink:
-    """Starts the writer. It ends by itself when this process does, however that ends, and writes the rest first."""
+def writer_command(path: str, most: int, log_level: str) -> list[str]:
+    """Starts the writer of ``path`` and the file before it, which take at most ``most`` bytes."""
+    module = [sys.executable, "-P", "-m", "evenflow.control.journal"]
+    return [*module, path, "--size", str(most), "--log-level", log_level]
 
-    def __init__(self, path: str, most: int, log_level: str) -> None:
+
+class JournalLink:
+    """Starts the writer by ``command``, to which the descriptors of the ring are added. It ends by itself when this
+    process does, however that ends, and writes the rest first."""
+
+    def __init__(self, command: list[str]) -> None:
         memory = os.memfd_create("evenflow journal", os.MFD_CLOEXEC)
         hears, told = os.pipe()
         heard, tells = os.pipe()
@@ -33,27 +42,31 @@ class JournalLink:
         self._waiting: deque[bytes] = deque()
         self._bytes = 0
         self.lost = False  #: the journal has ended before its time
-        argv = [sys.executable, "-P", "-m", "evenflow.control.journal", "--size", str(most), "--log-level", log_level]
-        argv += ["--ring", *map(str, (memory, hears, tells)), path]
         self._process = subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, pass_fds=(memory, hears, tells), start_new_session=True
+            [*command, "--ring", *map(str, (memory, hears, tells))],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(memory, hears, tells),
+            start_new_session=True,
         )
         for descriptor in (memory, hears, tells):
             os.close(descriptor)
 
-    def hand(self, records: list[Record]) -> None:
-        """Give ``records`` to the writer, without waiting for it."""
+    def hand(self, items: list[Item], soon: bool) -> None:
+        """Give ``items`` to the writer, without waiting for it. It hears of them when they are wanted ``soon``, or
+        are many: to wake it each time would cost more than all else."""
         if self.lost:
             return
-        data = encode(records)
-        waiting = self._waiting
+        waiting, ring = self._waiting, self._ring
         try:
-            while waiting and self._ring.put(waiting[0]):
+            while waiting and ring.put(waiting[0]):
                 self._bytes -= len(waiting.popleft())
-            if waiting or not self._ring.put(data):
-                waiting.append(data)
-                self._bytes += len(data)
-            self._ring.tell()
+            if items:
+                data = encode(items)
+                if waiting or not ring.put(data):
+                    waiting.append(data)
+                    self._bytes += len(data)
+            if soon or waiting or ring.untold > _UNTOLD:
+                ring.tell()
         except RingClosed:
             self._lose("its writer has ended")
         if self._bytes > _MOST_WAITING:

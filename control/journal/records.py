@@ -1,4 +1,4 @@
-"""What stands in a journal. The control process hands the same records to the process that writes them.
+"""What stands in a journal.
 
 A step of the core is one of the events, followed by what came of it: ``Planned`` for each plan, in order, and
 ``Turned`` for a refusal. ``now`` is the time that the core was told, in seconds of the control process's clock.
@@ -181,8 +181,8 @@ class Closed(Struct, array_like=True, frozen=True, tag=12):
     reason: str = ""
 
 
+#: In the order of the core's events.
 Happened = Came | Cancelled | Gone | Up | Down | Answered | Rang
-HAPPENED = (Came, Cancelled, Gone, Up, Down, Answered, Rang)
 Outcome = Planned | Turned
 Record = Opening | Piece | Happened | Outcome | Closed
 
@@ -204,3 +204,19 @@ def event_of(record: Happened) -> Event:
     if isinstance(record, Down):
         return ReplicaLost(record.replica)
     return Due()
+
+
+def record_of(event: Event, now: float) -> Happened:
+    """The reverse of ``event_of``."""
+    if isinstance(event, Returned):
+        return Answered(now, event.replica, event.result, event.starved_us)
+    if isinstance(event, Submitted):
+        return Came(now, event.owner, event.submit)
+    if isinstance(event, Aborted):
+        return Cancelled(now, event.owner, event.key)
+    if isinstance(event, OwnerLost):
+        return Gone(now, event.owner)
+    if isinstance(event, ReplicaUp):
+        e = event
+        return Up(now, e.replica, e.epoch, e.stages, e.num_blocks, e.num_slots, e.profile)
+    return Down(now, event.replica) if isinstance(event, ReplicaLost) else Rang(now)

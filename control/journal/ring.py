@@ -30,13 +30,20 @@ class RingWriter:
 
     def __init__(self, memory: int, told: int, heard: int, capacity: int = CAPACITY) -> None:
         os.ftruncate(memory, capacity)
-        self._map = mmap.mmap(memory, capacity)
+        # Populated at once: a fault for each page would be the dearest part of a message.
+        self._map = mmap.mmap(memory, capacity, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self._capacity = capacity
         self._told, self._heard = told, heard
         os.set_blocking(told, False)
         os.set_blocking(heard, False)
         self._written = 0
+        self._last = 0  #: how far the other side was told of
         self._read = 0
+
+    @property
+    def untold(self) -> int:
+        """Bytes that the other side does not know of."""
+        return self._written - self._last
 
     def put(self, data: bytes) -> bool:
         """Copy a message in; False if there is no room for it now. Raises ``RingClosed``."""
@@ -58,8 +65,11 @@ class RingWriter:
 
     def tell(self) -> None:
         """Let the other side know of what was put. Raises ``RingClosed``."""
+        if self._written == self._last:
+            return
         try:
             os.write(self._told, _PLACE.pack(self._written))
+            self._last = self._written
         except BlockingIOError:
             pass  # so much is still to be heard there that the next word will do
         except BrokenPipeError:

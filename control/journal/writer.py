@@ -18,6 +18,7 @@ from ..core.events import Returned, Submitted
 from ..wire import Result, Submit
 from .files import frame, head
 from .image import dump
+from .recorder import Item
 from .records import (
     NOBODY,
     Answered,
@@ -33,6 +34,7 @@ from .records import (
     Turned,
     event_of,
     limits_of,
+    record_of,
     settings_of,
 )
 from .redaction import Redactor, narrowed, plain_limits, width_for
@@ -71,19 +73,22 @@ class Writer:
         self._event: Happened | None = None
         self._outcomes: list[Outcome] = []
 
-    def take(self, records: list[Record]) -> None:
-        """Records in the order in which things happened; the outcomes of an event are in the same list as it."""
-        for record in records:
-            if isinstance(record, Opening):
-                self._open(record)
-            elif isinstance(record, Planned | Turned):
-                self._outcomes.append(record)
-            elif isinstance(record, Closed):
+    def take(self, items: list[Item]) -> None:
+        """What was recorded, in order; an event and all that came of it are in the same list."""
+        now = 0.0
+        for item in items:
+            if isinstance(item, float | int):
+                now = item
+            elif isinstance(item, Planned | Turned):
+                self._outcomes.append(item)
+            elif isinstance(item, Opening):
+                self._open(item)
+            else:
                 self._settle()
-                self._hold(record)
-            elif not isinstance(record, Piece):
-                self._settle()
-                self._event = record
+                if isinstance(item, Closed):
+                    self._hold(item)
+                else:
+                    self._event = record_of(item, now)
         self._settle()
 
     def flush(self) -> None:

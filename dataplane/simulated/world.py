@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
+from msgspec import structs
+
 from ...control.core.engine import Engine
 from ...control.core.events import (
     Delivered,
@@ -37,6 +39,7 @@ class Arrival:
     """A request of ``prompt`` tokens that outputs ``output`` tokens, ``at`` so many microseconds from the start.
 
     ``tokens``: the prompt's ids, as u32, None if they do not matter. ``slo``: its class, if there are any.
+    ``submit``: what is submitted, but for its key, if it is more than that.
     """
 
     at: int
@@ -44,6 +47,7 @@ class Arrival:
     output: int
     tokens: bytes | None = None
     slo: str = ""
+    submit: Submit | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +164,13 @@ class World:
             return
         key = self._arrivals
         self._arrivals += 1
-        tokens = arrival.tokens
-        if tokens is None:
-            tokens = own_tokens(key, arrival.prompt)
-        submit = Submit(key, f"r{key}", tokens, arrival.prompt, arrival.output, slo=arrival.slo)
+        if arrival.submit is not None:
+            submit = structs.replace(arrival.submit, key=key)
+        else:
+            tokens = arrival.tokens
+            if tokens is None:
+                tokens = own_tokens(key, arrival.prompt)
+            submit = Submit(key, f"r{key}", tokens, arrival.prompt, arrival.output, slo=arrival.slo)
         self.at(arrival.at, Submitted(0, submit))
 
     def _arrive(self, event: Event) -> None:

@@ -8,9 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from evenflow.control.journal.records import Came
+from evenflow.control.journal.files import JournalFile, frame, head
+from evenflow.control.journal.records import Came, Opening
 from evenflow.control.journal.replay import Journal
 from live_server import EVENFLOW, LiveServer, live, wait_for
+from msgspec import structs
+
+RECORDED = Path(__file__).parents[1] / "control" / "journal" / "recorded" / "stall-free-fcfs-10.journal"
 
 
 def replayed(path: Path) -> dict[str, object]:
@@ -67,6 +71,32 @@ def test_a_server_goes_on_without_its_journal(tmp_path: Path) -> None:
         ask(server, 10, 60)
         wait_for(lambda: server.said("the journal ends, the server goes on"))
         ask(server, 10, 60)
+
+
+def replay(path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*EVENFLOW, "replay", str(path), *flags], capture_output=True, text=True, timeout=120)
+
+
+def test_the_first_difference_is_printed_and_the_exit_code_is_1(tmp_path: Path) -> None:
+    path = tmp_path / "other.journal"
+    opening, *rest = list(JournalFile(RECORDED))
+    assert isinstance(opening, Opening)
+    budget = opening.limits.token_budget // 2
+    changed = structs.replace(opening, limits=structs.replace(opening.limits, token_budget=budget))
+    path.write_bytes(head() + frame([changed, *rest]))
+    done = replay(path)
+    assert done.returncode == 1 and done.stdout.startswith("event ") and "they part" in done.stdout
+    assert ": recorded [" in done.stdout and ", made [" in done.stdout and " blocks available" in done.stdout
+    told = json.loads(replay(path, "--json").stdout)
+    assert told["same"] is False and told["difference"] == done.stdout.splitlines()[: len(told["difference"])]
+
+
+def test_what_is_no_journal_is_exit_code_2(tmp_path: Path) -> None:
+    path = tmp_path / "not"
+    path.write_text("something else")
+    done = replay(path)
+    assert done.returncode == 2 and "not a journal of evenflow" in done.stderr and not done.stdout
+    assert "not a journal" in json.loads(replay(path, "--json").stdout)["error"]
 
 
 @pytest.mark.parametrize(

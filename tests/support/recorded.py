@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 from evenflow.control.host import Host
-from evenflow.control.journal.recorder import Recorder
-from evenflow.control.journal.records import Record
+from evenflow.control.journal.recorder import Item, Recorder
 from evenflow.control.journal.writer import Writer
 from evenflow.control.options import ControlOptions
 from evenflow.control.server import ControlServer
@@ -33,8 +32,8 @@ def record(
             writer = Writer(folder / f"{seed}-{len(writers)}", 1 << 30, b"a key of the test", "test")
             writers.append(writer)
 
-            def take(records: list[Record]) -> None:
-                writer.take(records)
+            def take(items: list[Item], soon: bool) -> None:
+                writer.take(items)
                 if writer.parts:
                     after(writer)
 

@@ -1,0 +1,115 @@
+"""What a journal costs the control process: a step of benchmarks/control_plane.py with one and without.
+
+``journal_share``: by how much a step is longer on average (goal 5 %), handing over included. The two take turns in a
+process, the collector of what is handed over is another process, which only reads it. ``writer_us``: what the process
+that writes a journal without ids takes for a step, beside the control process; ``file_bytes`` of it.
+
+Run: python benchmarks/journal.py [--quick] [--json]
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from time import perf_counter
+
+from control_plane import ANSWER, Load
+from evenflow.control.__main__ import settle_gc
+from evenflow.control.core.events import ReplicaUp
+from evenflow.control.journal.link import JournalLink
+from evenflow.control.journal.recorder import Item, Recorder
+from evenflow.control.journal.replay import Journal, replay
+from evenflow.control.journal.writer import Writer
+from report import Report, Row, arguments
+
+RUNNING = (32, 256, 1024, 4096)
+GOAL = 0.05
+#: Reads what is handed over, and drops it.
+DRAIN = """
+import sys
+from evenflow.control.journal.ring import RingClosed, RingReader
+ring = RingReader(*map(int, sys.argv[-3:]))
+try:
+    while True:
+        for message in ring.messages(1.0):
+            pass
+except RingClosed:
+    pass
+"""
+
+
+def recorded(load: Load, journal: Recorder) -> None:
+    """Let ``load``, of which nothing has run yet, keep ``journal``."""
+    replica = load.engine.replicas[0]
+    journal.opened(load.engine.limits, 0.0, 0.0)
+    journal.took(ReplicaUp(0, 1, load.stages, replica.pool.num_blocks, load.slots), 0.0)
+    load.journal = journal
+
+
+def cost(running: int, rounds: int, steps: int, report: Report) -> None:
+    """One case: the two are warmed up, then take turns."""
+    link = JournalLink([sys.executable, "-c", DRAIN])
+    plain, other = Load(running), Load(running)
+    recorded(other, Recorder(link.hand))
+    for load in (plain, other):
+        for _ in range(ANSWER + ANSWER // 2):
+            load.step()
+    settle_gc()
+    shares: list[float] = []
+    times: list[float] = []
+    for number in range(rounds):
+        took: dict[int, float] = {}
+        # Who goes first has the caches to win back.
+        for load in (plain, other) if number & 1 else (other, plain):
+            load.prepare(steps)
+            took[id(load)] = statistics.fmean(load.step() for _ in range(steps)) / 1e3
+        shares.append(took[id(other)] / took[id(plain)] - 1)
+        times.append(took[id(other)])
+    link.close()
+    if link.lost:
+        raise RuntimeError("what was handed over was not read")
+    share = statistics.median(shares)
+    case = {"running": running}
+    report.add(Row("journal_share", case, share, "", "without", 1 + share, GOAL, share <= GOAL))
+    report.add(Row("step_us", case, statistics.median(times), "us"))
+
+
+def writing(running: int, steps: int, report: Report) -> None:
+    """What is done with it elsewhere, here, and whether it can be replayed."""
+    taken: list[list[Item]] = []
+    load = Load(running)
+    journal = Recorder(lambda items, soon: taken.append(items))
+    recorded(load, journal)
+    for _ in range(steps):
+        load.step()
+    journal.close()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "journal"
+        writer = Writer(path, 1 << 40, b"key")
+        start = perf_counter()
+        for items in taken:
+            writer.take(items)
+        writer.close()
+        took = (perf_counter() - start) / steps * 1e6
+        case = {"running": running}
+        report.add(Row("writer_us", case, took, "us"))
+        report.add(Row("file_bytes", {**case, "a": "step"}, path.stat().st_size / steps, "B"))
+        done = replay(Journal(path))
+        if done.problem or writer.note:
+            raise RuntimeError(f"the journal cannot be replayed: {done.problem} {writer.note}")
+
+
+def main() -> int:
+    options = arguments(__doc__).parse_args()
+    report = Report("journal")
+    for running in RUNNING[:2] if options.quick else RUNNING:
+        cost(running, *((15, 64) if options.quick else (41, 128)), report)
+        writing(running, ANSWER + (ANSWER >> (1 if options.quick else 0)), report)
+    report.show(options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
