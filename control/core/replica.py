@@ -291,7 +291,8 @@ class Replica:
         entries: list[tuple[int, int, int, list[int]]] = []
         for slot in audited(self.step, len(owners)):
             seq = owners[slot]
-            if seq is not None and seq.phase in (Phase.PREFILL, Phase.DECODE):
+            # A preempted sequence may run again, in another slot, before the old one is free.
+            if seq is not None and seq.slot == slot and seq.phase in (Phase.PREFILL, Phase.DECODE):
                 computed = seq.planned + (ticking is not None and seq.lane is ticking)
                 entries.append((slot, seq.generation, computed, seq.table))
         return audit_digest(entries)

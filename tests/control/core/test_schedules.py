@@ -6,9 +6,11 @@ sets how many schedules are tried.
 """
 
 import os
+from collections.abc import Iterator
 
+import pytest
 from evenflow.control.core.events import Limits
-from evenflow.control.wire import Sampling
+from evenflow.control.wire import Sampling, digest
 from evenflow.dataplane.simulated.shadow import ShadowRunner, shadow_tokens
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -193,6 +195,15 @@ class Schedules(RuleBasedStateMachine):
         if sampling.logprobs >= 0:
             expected |= {i: logprob_of(tokens, i, sampling.logprobs, VOCAB) for i in range(received, len(tokens))}
         assert told == expected, f"request {key}"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def every_step_is_audited() -> Iterator[None]:
+    """And every slot, as in no server."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(digest, "AUDIT_EVERY", 1)
+        patch.setattr(digest, "AUDIT_STRIDE", 1)
+        yield
 
 
 TestSchedules = Schedules.TestCase
