@@ -115,12 +115,13 @@ class ModelRunner:
         """A chunk of ``tokens`` tokens and a batch of decodes that write nothing: kernels are generated for their
         shapes, and memory is touched, before anybody waits for it."""
         for rows, each in ((1, min(tokens, self._info.max_model_len)), (min(8, tokens), 1)):
-            self._rehearse(Shape(rows, each, 0))
+            self.rehearse(Shape(rows, each, 0))
 
     def profile(self, tokens: int) -> list[Sample]:
-        return measure(self._rehearse, tokens, self._info.max_model_len)
+        return measure(self.rehearse, tokens, self._info.max_model_len)
 
-    def _rehearse(self, shape: Shape) -> None:
+    def rehearse(self, shape: Shape) -> None:
+        """One iteration of this shape, with made-up tokens, that leaves no trace in the cache."""
         rows, each, length = shape.rows, shape.each, shape.context + shape.each
         count = rows * each
         positions = np.tile(np.arange(shape.context, length, dtype=np.int64), rows)

@@ -1,0 +1,184 @@
+"""How far from the machine's limits are the CPU kernels, and whole iterations of SmolLM2-135M?
+
+Two rates are measured: bytes read from memory (sums over parts of 256 MiB) and floating point operations of a large
+float32 product (torch's own library). The limit of a kernel or an iteration is the longer of what its bytes and its
+operations take at these rates; ``ratio`` is the part of the limit that it reaches. Weights are read from memory, not
+from a cache: each call has others. ``product_against_onednn`` compares the packed product with oneDNN's float32
+product of the same values.
+
+Rates are measured anew in every repetition, beside what they are compared with. Within one, the quickest of a few
+calls counts, since other programs can only slow a call down; of the repetitions the median counts.
+
+Run: python benchmarks/limits.py [--threads N] [--quick] [--json]
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+import report
+import torch
+from evenflow.dataplane.model_runner import ModelRunner, load_runner
+from evenflow.dataplane.models.config import EMBEDDING, HEAD, LlamaConfig, tensor_shapes
+from evenflow.dataplane.profile import Shape
+from evenflow.dataplane.weights import open_model
+from evenflow.kernels import cpu
+from evenflow.kernels.attention import AttnBatch
+from evenflow.kernels.attention_native import NativeAttention
+from evenflow.kernels.linear import Linear
+from evenflow.kernels.packed import PackedLinear
+from report import Report, Row
+
+MODEL = "smollm2-135m"
+READ_BYTES, PARTS, SIDE = 256 << 20, 16, 512
+#: Seconds after which a measurement makes no further call.
+LONGEST_S = 0.3
+#: [out, in] of the model's layers, its head last, and the rows that they get.
+SHAPES = ((960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576))
+ROWS = (1, 8, 32, 512)
+#: Rows of a batch, tokens of each, tokens before.
+BATCHES = (Shape(1, 1, 512), Shape(8, 1, 512), Shape(32, 1, 512), Shape(1, 512, 0), Shape(1, 256, 4096))
+
+Case = tuple[str, tuple[tuple[str, Any], ...]]
+
+
+def timed(calls: Sequence[Callable[[], object]]) -> float:
+    """Seconds of the quickest of ``calls`` after the first, or of a few rounds of a single one."""
+    calls = list(calls) * 3 if len(calls) == 1 else calls
+    calls[0]()
+    best = float("inf")
+    until = time.perf_counter() + LONGEST_S
+    for call in calls[1:]:
+        began = time.perf_counter()
+        call()
+        ended = time.perf_counter()
+        best = min(best, ended - began)
+        if ended > until:
+            break
+    return best
+
+
+class Measured:
+    """What each repetition found: seconds, and the part of that repetition's limit."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[Case, list[float]] = defaultdict(list)
+        self.shares: defaultdict[Case, list[float]] = defaultdict(list)
+
+    def add(self, case: Case, seconds: float, share: float | None = None) -> None:
+        self.seconds[case].append(seconds)
+        if share is not None:
+            self.shares[case].append(share)
+
+
+def attention(shape: Shape, config: LlamaConfig) -> tuple[Callable[[], object], int, int]:
+    """One layer's attention in bfloat16: a call, the bytes that it reads and its floating point operations."""
+    backend = NativeAttention()
+    length, size = shape.context + shape.each, 16
+    blocks = -(-length // size)
+    cache = backend.allocate(1, shape.rows * blocks, size, config.kv_heads, config.head_dim, torch.bfloat16)
+    for pages in (*cache.keys, *cache.values):
+        pages.fill_(0.5)
+    batch = AttnBatch(
+        cu_q=torch.arange(shape.rows + 1, dtype=torch.int32) * shape.each,
+        kv_len=torch.full((shape.rows,), length, dtype=torch.int32),
+        block_table=torch.arange(shape.rows * blocks, dtype=torch.int32).view(shape.rows, blocks),
+        slot=torch.full((shape.tokens,), -1),
+        num_decodes=shape.decodes,
+    )
+    q = torch.randn(shape.tokens, config.heads, config.head_dim)
+    out = torch.empty_like(q)
+    pairs = shape.attention or shape.kv_tokens
+    read = 4 * shape.rows * length * config.kv_heads * config.head_dim
+    return lambda: backend.attend(q, cache, 0, batch, out, 0.1), read, 4 * pairs * config.heads * config.head_dim
+
+
+def iteration_cost(shape: Shape, config: LlamaConfig, weight_bytes: int) -> tuple[int, int]:
+    """Bytes that one iteration must read, and its floating point operations."""
+    shapes = tensor_shapes(config)
+    layers = sum(a * b for n, s in shapes.items() if len(s) == 2 and n not in (EMBEDDING, HEAD) for a, b in [s])
+    head = config.vocab_size * config.hidden_size
+    kv = 2 * config.layers * config.kv_heads * config.head_dim * weight_bytes
+    read = (layers + head) * weight_bytes + shape.rows * (shape.context + shape.each) * kv
+    pairs = shape.attention or shape.kv_tokens
+    operations = 2 * (layers * shape.tokens + head * shape.rows)
+    return read, operations + 4 * config.layers * pairs * config.heads * config.head_dim
+
+
+def repetition(runners: dict[str, ModelRunner], config: LlamaConfig, quick: bool, found: Measured) -> None:
+    parts = torch.ones(PARTS, READ_BYTES // PARTS // 4)
+    left, right = torch.randn(SIDE, SIDE), torch.randn(SIDE, SIDE)
+    read = timed([lambda part=part: part.sum() for part in parts]) * PARTS
+    product = timed([lambda: left @ right] * PARTS)
+    found.add(("bandwidth", ()), read)
+    found.add(("matrix_rate", ()), product)
+
+    def share(seconds: float, read_bytes: int, operations: int) -> float:
+        return max(read_bytes * read / READ_BYTES, operations * product / (2 * SIDE**3)) / seconds
+
+    generator = torch.Generator().manual_seed(0)
+    for out, inputs in SHAPES[2:4] if quick else SHAPES:
+        weight = torch.randn(out, inputs, generator=generator).to(torch.bfloat16)
+        copies = max(2, (READ_BYTES // 4) // (2 * out * inputs))
+        packed = [PackedLinear(weight) for _ in range(copies)]
+        onednn = [Linear(weight.float()) for _ in range(copies)]
+        for rows in ROWS:
+            if rows > 32 and out > 10_000:
+                continue
+            x = torch.randn(rows, inputs, generator=generator)
+            case = (("weight", f"{out}x{inputs}"), ("dtype", "bfloat16"), ("rows", rows))
+            seconds = timed([lambda p=p, x=x: p(x) for p in packed])
+            theirs = timed([lambda o=o, x=x: o(x) for o in onednn])
+            found.add(("product", case), seconds, share(seconds, 2 * out * inputs, 2 * rows * out * inputs))
+            found.add(("product_against_onednn", case), seconds, theirs / seconds)
+    for shape in BATCHES:
+        case = (("rows", shape.rows), ("tokens", shape.each), ("context", shape.context))
+        call, read_bytes, operations = attention(shape, config)
+        seconds = timed([call])
+        found.add(("attention", case), seconds, share(seconds, read_bytes, operations))
+        for dtype, runner in runners.items():
+            seconds = timed([lambda r=runner, s=shape: r.rehearse(s)])
+            cost = iteration_cost(shape, config, 2 if dtype == "bfloat16" else 4)
+            found.add(("iteration", (("dtype", dtype), *case)), seconds, share(seconds, *cost))
+
+
+def measure(threads: int, quick: bool, results: Report) -> None:
+    """All cases."""
+    torch.set_num_threads(threads)
+    if not cpu.available():
+        raise SystemExit("the C++ kernels cannot be built here: there is nothing to measure")
+    config = open_model(MODEL).config
+    dtypes = ("bfloat16",) if quick else ("bfloat16", "float32")
+    runners = {dtype: load_runner(MODEL, dtype=dtype, kv_memory=1 << 30, threads=threads) for dtype in dtypes}
+    found = Measured()
+    with torch.inference_mode():
+        for _ in range(2 if quick else 7):
+            repetition(runners, config, quick, found)
+    at = {"threads": threads}
+    for (name, case), seconds in found.seconds.items():
+        took = median(seconds)
+        if name == "bandwidth":
+            results.add(Row(name, at, READ_BYTES / took / 1e9, "GB/s"))
+        elif name == "matrix_rate":
+            results.add(Row(name, at, 2 * SIDE**3 / took / 1e9, "GFLOP/s"))
+        else:
+            peer = "onednn float32" if name.endswith("onednn") else "limit"
+            ratio = median(found.shares[name, case])
+            results.add(Row(name, {**dict(case), **at}, took * 1e3, "ms", peer, ratio))
+
+
+def main() -> None:
+    parser = report.arguments(__doc__)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads that compute")
+    options = parser.parse_args()
+    results = Report("limits")
+    measure(options.threads, options.quick, results)
+    results.show(options.json)
+
+
+if __name__ == "__main__":
+    main()
