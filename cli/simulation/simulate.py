@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import msgspec
@@ -16,7 +17,9 @@ import msgspec
 from ...control.bubbles import CAUSES, BubbleAccount
 from ...control.core.events import SendPlan
 from ...control.wire import Result
+from ...dataplane.simulated.capacity import MOST_DELAY_S
 from ...dataplane.simulated.figures import Figures, Spread, summarise
+from ...dataplane.simulated.record import Record
 from ...dataplane.simulated.scenario import Scenario
 from ...dataplane.simulated.world import World
 from ..errors import UsageError
@@ -38,7 +41,8 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """What came out. ``seconds``: that it took to simulate, of this process's CPU."""
+    """What came out. ``saturated``: requests waited longer and longer. ``seconds``: that it took to simulate, of this
+    process's CPU."""
 
     figures: Figures
     iterations: int
@@ -46,6 +50,7 @@ class Simulated:
     cached_tokens: int
     rejected: int
     stages: list[Stage]
+    saturated: bool
     seconds: float
 
 
@@ -94,6 +99,7 @@ def simulate(
         sum(replica.cache_hits for replica in replicas),
         len(world.record.rejected),
         stages,
+        is_saturated(world.record),
         time.process_time() - began,
     )
     return simulated, world
@@ -169,7 +175,25 @@ def text(scenario: Scenario, simulated: Simulated) -> str:
         lines.append(f"… and {len(simulated.stages) - 16} more stages")
     rate = simulated.iterations / simulated.seconds if simulated.seconds else 0.0
     lines += ["", f"Simulated in {simulated.seconds:.1f} s: {rate:,.0f} iterations/s."]
+    if simulated.saturated:
+        lines.append(
+            "Past saturation: requests wait longer and longer, so TTFT, delay and E2E say how long the load was, not"
+            " what its users would see."
+        )
     return "\n".join(lines + notes(scenario))
+
+
+def is_saturated(record: Record) -> bool:
+    """Whether waits kept growing: those who came in the last quarter waited seconds, and twice as long as those of
+    the second."""
+    delays = [
+        (at if at >= 0 else record.now) - came for at, came in zip(record.scheduled, record.arrived, strict=True)
+    ]
+    quarter = len(delays) // 4
+    if quarter < 8:
+        return False
+    second, last = median(delays[quarter : 2 * quarter]), median(delays[3 * quarter :])
+    return last > MOST_DELAY_S * 1e6 and last > 2 * second
 
 
 def notes(scenario: Scenario) -> list[str]:
@@ -189,6 +213,7 @@ def as_object(scenario: Scenario, simulated: Simulated) -> dict[str, Any]:
     return {
         "system": describe(scenario),
         "device_validated": scenario.device.validated,
+        "past_saturation": simulated.saturated,
         "requests": figures.requests,
         "completed": figures.finished,
         "refused": simulated.rejected,

@@ -50,6 +50,14 @@ def test_simulate_for_people(tmp_path: Path) -> None:
         assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in itertools.pairwise(of)) and len(of) > 20
 
 
+def test_past_saturation_is_told() -> None:
+    """OPS-2: figures of a load that no queue survives say nothing but how long it was."""
+    load = ["--prompt-tokens", "1000", "--output-tokens", "50", "-n", "150", "--json"]
+    told = [json.loads(run("simulate", "mistral-7b", "--rate", rate, *load).stdout) for rate in ("2", "100")]
+    assert [one["past_saturation"] for one in told] == [False, True]
+    assert "\nPast saturation: " in run("simulate", "mistral-7b", "--rate", "100", *load[:-1]).stdout
+
+
 def test_a_trace_at_its_own_times(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text("arrival,prompt,output\n0,100,5\n10,100,5\n")
