@@ -158,12 +158,14 @@ class Load:
             due = [effect.at for effect in effects if type(effect) is Wake]
             if due:
                 effects += engine.step(Due(), max(now, due[-1]))
-        sent: list[tuple[SendPlan, list[bytes], bytes]] = []
+        sent: list[tuple[SendPlan, list[bytes]]] = []
         for effect in effects:
             if type(effect) is SendPlan:
-                sent.append((effect, [encode(r) for r in effect.registers], encode(effect.plan)))
+                frames = [encode(register) for register in effect.registers]
+                frames.append(encode(effect.plan))
+                sent.append((effect, frames))
                 if journal is not None:
-                    journal.planned(effect, [*sent[-1][1], sent[-1][2]])
+                    journal.planned(effect, frames)
                 if telemetry is not None:
                     telemetry.planned(effect, engine.replicas[0], now, now)
             elif type(effect) is Delivered:
@@ -171,11 +173,12 @@ class Load:
                 if telemetry is not None:
                     telemetry.delivered(effect, lane, now)
         took = perf_counter_ns() - start
-        for plan, registers, encoded in sent:
+        for plan, frames in sent:
             self.plans.append(plan)
-            self.register_bytes += map(len, registers)
+            *registers, size = map(len, frames)
+            self.register_bytes += registers
             if plan.decodes == plan.tokens:
-                self.plan_bytes.append(len(encoded))
+                self.plan_bytes.append(size)
         return took
 
 

@@ -9,10 +9,12 @@ import sys
 from collections import deque
 
 import structlog
+from msgspec import msgpack
 
-from .files import encode
 from .recorder import Item
 from .ring import CAPACITY, RingClosed, RingWriter
+
+_encode_into = msgpack.Encoder().encode_into
 
 log = structlog.get_logger("evenflow.control")
 
@@ -40,6 +42,7 @@ class JournalLink:
         heard, tells = os.pipe()
         self._ring = RingWriter(memory, told, heard)
         self._waiting: deque[bytes] = deque()
+        self._data = bytearray()  #: kept, so that its memory is at hand
         self._bytes = 0
         self.lost = False  #: the journal has ended before its time
         self._process = subprocess.Popen(
@@ -61,9 +64,10 @@ class JournalLink:
             while waiting and ring.put(waiting[0]):
                 self._bytes -= len(waiting.popleft())
             if items:
-                data = encode(items)
+                data = self._data
+                _encode_into(items, data)
                 if waiting or not ring.put(data):
-                    waiting.append(data)
+                    waiting.append(bytes(data))
                     self._bytes += len(data)
             if soon or waiting or ring.untold > _UNTOLD:
                 ring.tell()

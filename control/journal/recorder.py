@@ -16,7 +16,7 @@ Item = Event | float | Opening | Planned | Turned | Closed
 #: Given items in order, and whether they are to be in safety soon. It must be quick.
 Hand = Callable[[list[Item], bool], None]
 #: Items, or bytes of prompts among them, that are handed over together, at least.
-_BATCH, _BYTES = 64, 1 << 20
+_BATCH, _BYTES = 24, 1 << 20
 
 
 class Recorder:
@@ -25,8 +25,12 @@ class Recorder:
     def __init__(self, hand: Hand, ids: bool = False) -> None:
         self._hand = hand
         self._ids = ids
+        self._begin()
+
+    def _begin(self) -> None:
         self._items: list[Item] = []
         self._bytes = 0
+        self._most = _BATCH  #: items after which they are handed over
 
     def opened(self, limits: Limits, began: float, now: float) -> None:
         """The core has been made; it is the time of day ``began``, and ``now`` on the clock of the core."""
@@ -35,16 +39,17 @@ class Recorder:
     def took(self, event: Event, now: float) -> None:
         """The core was told of ``event``."""
         items = self._items
-        if len(items) >= _BATCH or self._bytes >= _BYTES:
+        if len(items) >= self._most:
             # Never between an event and what came of it.
-            self._items = []
-            self._bytes = 0
+            self._begin()
             self._hand(items, False)
             items = self._items
         items.append(now)
         items.append(event)
         if type(event) is Submitted:
             self._bytes += len(event.submit.tokens)
+            if self._bytes >= _BYTES:
+                self._most = 0
 
     def planned(self, send: SendPlan, frames: list[bytes]) -> None:
         """A plan came of the last event, and was encoded as ``frames``."""
@@ -56,8 +61,8 @@ class Recorder:
 
     def flush(self) -> None:
         """Hand over what there is. Not while effects of an event are being carried out."""
-        items, self._items = self._items, []
-        self._bytes = 0
+        items = self._items
+        self._begin()
         self._hand(items, True)
 
     def close(self, reason: str = "") -> None:

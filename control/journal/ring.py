@@ -45,7 +45,7 @@ class RingWriter:
         """Bytes that the other side does not know of."""
         return self._written - self._last
 
-    def put(self, data: bytes) -> bool:
+    def put(self, data: bytes | bytearray) -> bool:
         """Copy a message in; False if there is no room for it now. Raises ``RingClosed``."""
         size = _LENGTH.size + len(data)
         at = self._written % self._capacity
