@@ -68,7 +68,7 @@ $(INSTALLED): pyproject.toml
 	touch $@
 
 # The decision core is compiled where there is a compiler, and interpreted where there is none: it says which.
-$(CORE): $(INSTALLED) $(wildcard control/core/*.py control/wire/*.py) control/fanout.py control/build_core.py
+$(CORE): $(INSTALLED) $(wildcard control/core/*.py control/wire/*.py) $(wildcard control/*.py)
 	-$(BIN)/python -m evenflow.control.build_core
 	touch $@
 

@@ -1,4 +1,6 @@
-"""Compiles the decision core with mypyc (see ``compiled``). Needs mypy and a C compiler; takes half a minute.
+"""Compiles the decision core, and what belongs to every step, with mypyc (see ``compiled``).
+
+Needs mypy and a C compiler; takes half a minute.
 
 Run: python -m evenflow.control.build_core
 """
@@ -13,7 +15,7 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-from .compiled import CONTROL, ROOT, folder
+from .compiled import BESIDE, CONTROL, ROOT, folder
 
 SUFFIX = str(sysconfig.get_config_var("EXT_SUFFIX"))
 #: Structs stay as they are: msgspec's own metaclass makes them.
@@ -33,12 +35,14 @@ def build() -> Path:
         shutil.copy(ROOT / "__init__.py", tree)
         (tree / "control").mkdir()
         (tree / "control" / "__init__.py").touch()
-        shutil.copy(CONTROL / "fanout.py", tree / "control")
+        for name in BESIDE:
+            shutil.copy(CONTROL / name, tree / "control")
         for part in ("core", "wire"):
             (tree / "control" / part).mkdir()
             for source in (CONTROL / part).glob("*.py"):
                 shutil.copy(source, tree / "control" / part)
-        compiled = [m for m in core.glob("*.py") if m.name not in INTERPRETED] + [core.parent / "fanout.py"]
+        compiled = [m for m in core.glob("*.py") if m.name not in INTERPRETED]
+        compiled += [core.parent / name for name in BESIDE]
         modules = sorted(str(module.relative_to(scratch)) for module in compiled)
         command = [sys.executable, "-m", "mypyc", "--follow-imports=silent", *modules]
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"MYPYC_OPT_LEVEL": "3"}

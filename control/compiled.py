@@ -1,4 +1,5 @@
-"""The decision core and the fan-out of tokens, compiled: the same sources through mypyc, for half the time of a step.
+"""The decision core and what is done beside it in every step, compiled: the same sources through mypyc, for half the
+time.
 
 ``python -m evenflow.control.build_core`` builds it into ``_compiled/`` of the package. The folder is named by a
 digest of what it was built from, so a build of other sources is never used: whoever edits the core gets the
@@ -16,12 +17,15 @@ from pathlib import Path
 
 CONTROL = Path(__file__).parent
 ROOT = CONTROL.parent
+#: Beside the core: the fan-out of tokens, and what is counted of each iteration.
+BESIDE = ("fanout.py", "histogram.py", "latency.py", "telemetry.py")
 
 
 def folder() -> Path:
     """Where a build of these very sources lies, if there is one."""
     digest = hashlib.sha256(f"{sys.implementation.cache_tag} {sys.platform} {os.uname().machine}".encode())
-    for path in [*sorted(CONTROL.glob("core/*.py")), *sorted(CONTROL.glob("wire/*.py")), CONTROL / "fanout.py"]:
+    beside = [CONTROL / name for name in BESIDE]
+    for path in [*sorted(CONTROL.glob("core/*.py")), *sorted(CONTROL.glob("wire/*.py")), *beside]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return ROOT / "_compiled" / digest.hexdigest()[:16]
 

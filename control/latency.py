@@ -9,6 +9,9 @@ before have the same gap, one weighted entry. Only slots that joined or left a l
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Protocol
+
 from .core.events import Delivered
 from .core.sequence import Sequence
 from .histogram import SlidingHistogram
@@ -37,26 +40,41 @@ class _Slots:
 
     def last(self, slot: int) -> float | None:
         """When the slot's newest token was given out."""
-        times = [tick.at for tick in self.lanes.values() if tick.bits >> slot & 1]
-        if slot in self.left:
-            times.append(self.left[slot])
-        return max(times, default=None)
+        last = self.left.get(slot)
+        bit = 1 << slot
+        for tick in self.lanes.values():
+            if tick.bits & bit and (last is None or last < tick.at):
+                last = tick.at
+        return last
 
     def leave(self, slot: int, at: float) -> None:
-        self.left[slot] = max(self.left.get(slot, at), at)
-        self.left_bits |= 1 << slot
+        before = self.left.get(slot)
+        if before is None or before < at:
+            self.left[slot] = at
+            self.left_bits |= 1 << slot
 
     def forget(self, slot: int) -> None:
-        if self.left.pop(slot, None) is not None:
+        if slot in self.left:
+            del self.left[slot]
             self.left_bits &= ~(1 << slot)
+
+
+class Values(Protocol):
+    """Takes in values (seconds), as ``SlidingHistogram`` does."""
+
+    count: int
+
+    def add(self, value: float, weight: int, now: float) -> None: ...
+
+    def percentiles(self, shares: Iterable[float], now: float) -> list[float] | None: ...
 
 
 class TokenTimes:
     """Follows what the core delivers. Times are seconds of one monotonic clock."""
 
     def __init__(self, window: int = 30) -> None:
-        self.ttft = SlidingHistogram(window)
-        self.tbt = SlidingHistogram(window)
+        self.ttft: Values = SlidingHistogram(window)
+        self.tbt: Values = SlidingHistogram(window)
         self.tokens = 0  #: given out
         self._arrived: dict[tuple[int, int], float] = {}
         self._slots: dict[int, _Slots] = {}

@@ -6,8 +6,6 @@ together only while somebody listens (``watched``); the rest is a few additions 
 
 from __future__ import annotations
 
-from msgspec.structs import replace
-
 from .core.events import Delivered, Rejected, SendPlan, Submitted
 from .core.replica import Replica
 from .latency import TokenTimes
@@ -22,12 +20,11 @@ MAX_OPEN = 1024
 class _Draft:
     """The record of an iteration that was sent and has not come back from all stages."""
 
-    __slots__ = ("record", "returned_us", "stages")
+    __slots__ = ("record", "stages")
 
     def __init__(self, record: IterationRecord, stages: int) -> None:
         self.record = record
         self.stages: list[StageTimes | None] = [None] * stages
-        self.returned_us = 0
 
 
 class Telemetry:
@@ -62,9 +59,11 @@ class Telemetry:
     def delivered(self, effect: Delivered, lane: int, now: float) -> None:
         """Tokens of ``lane`` (any number if there are none) and ends are given out."""
         self.times.delivered(effect, lane, now)
-        for ended in effect.ends:
-            if ended.reason != "paused":
-                self.ended[ended.reason] = self.ended.get(ended.reason, 0) + 1
+        ended = self.ended
+        for end in effect.ends:
+            reason = end.reason
+            if reason != "paused":
+                ended[reason] = ended.get(reason, 0) + 1
 
     def epoch_over(self, replica: int) -> None:
         """After the core has given out what the replica's loss ends."""
@@ -83,7 +82,8 @@ class Telemetry:
         """A plan of ``replica``, which the core made at ``now``, was sent at ``sent`` (seconds)."""
         decodes = send.decodes
         chunk_tokens = send.tokens - decodes
-        self.iterations["mixed" if decodes and chunk_tokens else "decode" if decodes else "prefill"] += 1
+        kind = ("mixed" if chunk_tokens else "decode") if decodes else "prefill"
+        self.iterations[kind] += 1
         self.decode_tokens += decodes
         self.chunk_tokens += chunk_tokens
         self.budget_tokens += replica.limits.token_budget
@@ -95,45 +95,50 @@ class Telemetry:
         drafts = self._open.setdefault(send.replica, {})
         if len(drafts) >= MAX_OPEN:
             drafts.clear()
+        tokens, decodes = send.tokens, send.decodes
         record = IterationRecord(
-            replica=send.replica,
-            epoch=plan.epoch,
-            step=plan.step,
-            lane=plan.lane,
-            planned_us=int(now * 1e6),
-            sent_us=int(sent * 1e6),
-            returned_us=0,
-            stages=[],
-            tokens=send.tokens,
-            decodes=send.decodes,
-            chunks=len(plan.chunk_slots) >> 1,
-            chunk_tokens=send.tokens - send.decodes,
-            budget=replica.limits.token_budget,
-            kv_tokens=send.kv_tokens,
-            queued=len(replica.waiting),
-            queued_tokens=replica.waiting.tokens,
-            running=len(replica.running),
-            blocks_used=pool.held,
-            blocks_cached=pool.evictable,
-            blocks_free=len(pool.free),
-            preemptions=replica.preemptions,
-            predicted_us=send.predicted_us,
+            send.replica,
+            plan.epoch,
+            plan.step,
+            plan.lane,
+            int(now * 1e6),
+            int(sent * 1e6),
+            0,
+            [],
+            tokens,
+            decodes,
+            len(plan.chunk_slots) >> 1,
+            tokens - decodes,
+            replica.limits.token_budget,
+            send.kv_tokens,
+            len(replica.waiting),
+            replica.waiting.tokens,
+            len(replica.running),
+            pool.held,
+            pool.evictable,
+            len(pool.free),
+            replica.preemptions,
+            send.predicted_us,
         )
         drafts[plan.epoch, plan.step] = _Draft(record, replica.stages)
 
     def returned(self, replica: int, stage: int, result: Result, now: float) -> IterationRecord | None:
         """A stage's result was taken up at ``now``. The record, if it was the last one missing."""
         drafts = self._open.get(replica)
-        draft = None if drafts is None else drafts.get((result.epoch, result.step))
-        if drafts is None or draft is None or stage >= len(draft.stages):
+        if drafts is None:
             return None
-        draft.stages[stage] = StageTimes(
+        draft = drafts.get((result.epoch, result.step))
+        if draft is None or stage >= len(draft.stages):
+            return None
+        record, stages = draft.record, draft.stages
+        stages[stage] = StageTimes(
             result.received_us, result.started_us, result.ended_us, result.idle_us, result.starved_us
         )
-        if stage == len(draft.stages) - 1:
-            draft.returned_us = int(now * 1e6)
-        stages = [times for times in draft.stages if times is not None]
-        if len(stages) < len(draft.stages):
+        if stage == len(stages) - 1:
+            record.returned_us = int(now * 1e6)
+        told = [times for times in stages if times is not None]
+        if len(told) < len(stages):
             return None
         del drafts[result.epoch, result.step]
-        return replace(draft.record, returned_us=draft.returned_us, stages=stages)
+        record.stages = told
+        return record

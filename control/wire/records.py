@@ -25,7 +25,7 @@ class StageTimes(Struct, array_like=True, frozen=True):
     starved_us: U64 = 0
 
 
-class IterationRecord(Struct, array_like=True, frozen=True, tag=64):
+class IterationRecord(Struct, array_like=True, tag=64):
     """One iteration of one replica, published when all its stages have returned it.
 
     Times are microseconds of the control process's monotonic clock: ``planned_us`` when the event that led to the
