@@ -9,10 +9,8 @@ bytes that lie ready.
 
 from __future__ import annotations
 
-from array import array
-
 from .core.events import Delivered, Ended
-from .core.packing import pack_u16
+from .core.packing import pack_u16, pack_u64
 from .core.sequence import Sequence
 from .wire import NO_SLOT, End, Logprobs, Tick, TokenLogprobs, encode
 
@@ -125,8 +123,11 @@ class Fanout:
 
     def frames(self, delivered: Delivered) -> list[tuple[int, bytes]]:
         """One encoded ``Tick`` for each client concerned."""
+        frames: list[tuple[int, bytes]] = []
         if delivered.sole >= 0:
-            return [(owner, encode(tick)) for owner, tick in self.ticks(delivered)]
+            for owner, told in self.ticks(delivered):
+                frames.append((owner, encode(told)))
+            return frames
         rows = self._begin(delivered)
         news = _News(delivered)
         concerned = self._concerned(delivered, rows)
@@ -134,7 +135,6 @@ class Fanout:
         step = _encoded(delivered.step)
         # No starts, no ends, the replica, no log-probabilities.
         rest = b"\xc4\x00\xc4\x00\x90" + _encoded(max(delivered.replica, 0)) + b"\x90"
-        frames: list[tuple[int, bytes]] = []
         for stream in concerned:
             slot = stream.first
             if slot < 0 or stream.more is not None or stream.owner in news.owners:
@@ -161,15 +161,13 @@ class Fanout:
         rows = self._begin(delivered)
         live, sole = delivered.live, delivered.sole
         if sole >= 0:
-            if not delivered.ends and not delivered.starts and not delivered.logprobs:
+            ends, starts, logprobs = delivered.ends, delivered.starts, delivered.logprobs
+            if not ends and not starts and not logprobs:
                 if not any(live):
                     return []  # all rows are void, perhaps because the client is gone
                 return [(sole, self._tick(self._stream(sole), delivered, live, True, delivered.ids))]
-            if all(ended.seq.owner == sole for ended in delivered.ends) and all(
-                seq.owner == sole for seq, _ in delivered.logprobs
-            ):
-                told = self._ends(delivered.ends, rows)
-                starts, logprobs = delivered.starts, delivered.logprobs
+            if _all_of(sole, ends, logprobs):
+                told = self._ends(ends, rows)
                 client = self._stream(sole)
                 return [(sole, self._tick(client, delivered, live, True, delivered.ids, starts, told, logprobs))]
         concerned, news, ids = self._concerned(delivered, rows), _News(delivered), bytes(delivered.ids)
@@ -259,7 +257,7 @@ class Fanout:
         slots = keys = b""
         if starts:
             slots = pack_u16([slot for slot, _ in starts])
-            keys = array("Q", [seq.key for _, seq in starts]).tobytes()
+            keys = pack_u64([seq.key for _, seq in starts])
         # MessagePack's encoder takes any buffer; the copy would cost more than the rest.
         return Tick(
             sequence,
@@ -271,12 +269,7 @@ class Fanout:
             keys,
             ends or _NO_ENDS,
             max(delivered.replica, 0),
-            [
-                TokenLogprobs(seq.key, row.start, row.values, row.ranks, row.top_ids, row.top_values)
-                for seq, row in logprobs
-            ]
-            if logprobs
-            else _NO_LOGPROBS,
+            _told_logprobs(logprobs) if logprobs else _NO_LOGPROBS,
         )
 
     def _ends(self, ended: list[Ended], rows: Rows) -> list[End]:
@@ -299,6 +292,20 @@ class Fanout:
                 )
             )
         return told
+
+
+def _all_of(owner: int, ends: list[Ended], logprobs: list[tuple[Sequence, Logprobs]]) -> bool:
+    """Whether those are this client's only."""
+    for ended in ends:
+        if ended.seq.owner != owner:
+            return False
+    return not logprobs or all(seq.owner == owner for seq, _ in logprobs)
+
+
+def _told_logprobs(logprobs: list[tuple[Sequence, Logprobs]]) -> list[TokenLogprobs]:
+    return [
+        TokenLogprobs(seq.key, row.start, row.values, row.ranks, row.top_ids, row.top_values) for seq, row in logprobs
+    ]
 
 
 def _taken(stream: Stream, ids: bytes) -> tuple[bytes, bytes]:

@@ -102,7 +102,9 @@ class Engine:
                 late.append(replica.take_ended())
             if replica.due < wake:
                 wake = replica.due
-        wake = min(wake, self.expiry.next())
+        expiry = self.expiry.next()
+        if expiry < wake:
+            wake = expiry
         if wake != self._wake:
             self._wake = wake
             if wake < inf:
@@ -171,8 +173,9 @@ class Engine:
         owned = self.requests.get(owner)
         if owned is not None and submit.key in owned:
             return "invalid", "key", f"request {submit.key} is still running"
-        if submit.sampling.bias_ids or submit.sampling.bias_values:
-            problem = bias_problem(submit.sampling, limits.vocab_size)
+        sampling = submit.sampling
+        if sampling.bias_ids or sampling.bias_values:
+            problem = bias_problem(sampling, limits.vocab_size)
             if problem is not None:
                 return problem
         problem = slo_problem(submit, limits.slo)
@@ -208,7 +211,9 @@ class Engine:
 
     def _queued(self) -> tuple[int, int]:
         """Requests that wait, and known tokens of those that wait on a replica."""
-        waiting, tokens = len(self.homeless) + sum(map(len, self.parked.values())), 0
+        waiting, tokens = len(self.homeless), 0
+        for followers in self.parked.values():
+            waiting += len(followers)
         for replica in self._ready:
             waiting += len(replica.waiting)
             tokens += replica.waiting.tokens

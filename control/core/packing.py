@@ -8,18 +8,38 @@ from struct import Struct
 _CACHED = 257
 _U16 = [Struct(f"<{n}H") for n in range(_CACHED)]
 _U32 = [Struct(f"<{n}I") for n in range(_CACHED)]
+#: Most buffers of a plan have one entry or none.
+_ONE_U16, _ONE_U32, _ONE_U64 = Struct("<H").pack, Struct("<I").pack, Struct("<Q").pack
 
 
 def pack_u16(values: Collection[int]) -> bytes:
     """``values`` as u16s, in their order."""
     count = len(values)
-    return (_U16[count] if count < _CACHED else Struct(f"<{count}H")).pack(*values)
+    if count > 1:
+        return (_U16[count] if count < _CACHED else Struct(f"<{count}H")).pack(*values)
+    for value in values:
+        return _ONE_U16(value)
+    return b""
 
 
 def pack_u32(values: Collection[int]) -> bytes:
     """``values`` as u32s, in their order."""
     count = len(values)
-    return (_U32[count] if count < _CACHED else Struct(f"<{count}I")).pack(*values)
+    if count > 1:
+        return (_U32[count] if count < _CACHED else Struct(f"<{count}I")).pack(*values)
+    for value in values:
+        return _ONE_U32(value)
+    return b""
+
+
+def pack_u64(values: Collection[int]) -> bytes:
+    """``values`` as u64s, in their order."""
+    count = len(values)
+    if count > 1:
+        return Struct(f"<{count}Q").pack(*values)
+    for value in values:
+        return _ONE_U64(value)
+    return b""
 
 
 def span(live: bytearray) -> int:

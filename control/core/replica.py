@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable
 from heapq import heappush
 from math import inf
 from operator import attrgetter
@@ -35,7 +34,6 @@ from .timing import Features
 from .waiting import WaitingQueue
 
 _order = attrgetter("order")
-_append: Callable[[list[int], int], None] = list[int].append
 
 
 class Replica:
@@ -217,7 +215,8 @@ class Replica:
         self._ticks = True
         self._grown = pack_u16(crossing)
         self._blocks = blocks = pool.alloc(len(crossing))
-        deque(map(_append, crossing.values(), blocks), 0)
+        for at, table in enumerate(crossing.values()):
+            table.append(blocks[at])
         return lane.count
 
     def _advance(self, record: InFlight, chunks: Chunks) -> list[Sequence]:

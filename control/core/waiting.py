@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
-from heapq import heapify, heappop, heappush
 from operator import attrgetter
 
 from .sequence import Phase, Sequence
@@ -20,32 +19,40 @@ _FEW = 64
 
 
 class Running:
-    """Sequences that run, by a place that is fixed while they do: a heap that knows the last.
+    """Sequences that run, by a place that is fixed while they do: a sorted list, at whose end the last is, and nearly
+    always who comes.
 
-    Who has left is dropped when it comes to the top, or when the heap has grown to twice what runs.
+    Who has left is dropped when it comes to the end, or when the list has grown to twice what runs.
     """
 
-    __slots__ = ("_heap", "count")
+    __slots__ = ("_entries", "count")
 
     def __init__(self) -> None:
         self.count = 0
-        self._heap: list[tuple[float, int, Sequence]] = []
+        self._entries: list[tuple[float, int, Sequence]] = []
 
     def add(self, rank: float, order: int, seq: Sequence) -> None:
         """``seq`` runs; a larger rank, or the same and a larger order, is later."""
-        heap = self._heap
-        heappush(heap, (-rank, -order, seq))
+        entries = self._entries
+        if entries:
+            last_rank, last_order, _ = entries[-1]
+            if last_rank < rank or (last_rank == rank and last_order < order):
+                entries.append((rank, order, seq))
+            else:
+                # It may be here already, from before it was preempted: then twice.
+                insort(entries, (rank, order, seq))
+        else:
+            entries.append((rank, order, seq))
         self.count += 1
-        if len(heap) > 2 * self.count + _FEW:
-            self._heap = [entry for entry in heap if _runs(entry[2])]
-            heapify(self._heap)
+        if len(entries) > 2 * self.count + _FEW:
+            self._entries = [entry for entry in entries if _runs(entry[2])]
 
     def last(self) -> Sequence:
         """The last that still runs; there must be one."""
-        heap = self._heap
-        while not _runs(heap[0][2]):
-            heappop(heap)
-        return heap[0][2]
+        entries = self._entries
+        while not _runs(entries[-1][2]):
+            entries.pop()
+        return entries[-1][2]
 
 
 class WaitingQueue:
