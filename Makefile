@@ -4,7 +4,7 @@
 # make faults  10,000 seeds of the fault simulator, 1,000 events each, and the mistakes that it must find; ARGS="--json"
 # make fuzz    a million hostile frames to every socket of a running system; ARGS="--seed 1" are others
 # make bench   the benchmarks beside their rivals
-# make paper   the paper's figures in simulation (hours; ARGS=--quick: minutes), a report in benchmarks/out/paper
+# make paper   the paper's figures in simulation (an hour; ARGS=--quick: minutes), a report in benchmarks/out/paper
 # make peers   the rivals' environment, for benchmarks/control_plane.py (3.5 GB, some ten minutes)
 #
 # PYTHON       the interpreter that .venv is made from (3.11 or newer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from evenflow.dataplane.simulated.device import load_device
 from evenflow.dataplane.simulated.shape import KNOWN
-from targets import Row, decodes, device_cost, find, mixed, near, prefill, run, targets
+from targets import Bar, Row, decodes, device_cost, find, mixed, near, prefill, run, targets
 
 YI = {512: 105.6, 1024: 214.3, 2048: 366.0, 4096: 757.6, 8192: 1863.3, 16384: 4407.5, 128: 48.1, 256: 121.4}
 YI_DECODES = {1: 46.8, 2: 47.5, 4: 48.8, 8: 69.7, 16: 77.3, 32: 87.9, 64: 127.8, 128: 189.3}
@@ -31,6 +31,7 @@ def figure3() -> list[Row]:
                 f"{ms:.1f}",
                 near(ms, paper, 0.12),
                 reason,
+                (Bar(f"prefill\n{tokens}", ms, paper),),
             )
         )
     decoding = [target for target in targets() if target.id == "F3" and "decode-only" in target.setting]
@@ -40,7 +41,15 @@ def figure3() -> list[Row]:
         kernels = yi.iteration_us(decodes(count, 1024)) / 1e3
         reason = f"kernels alone take {kernels:.1f}; that engine's host needs about 1 ms a sequence"
         name = next(target for target in decoding if target.metric.endswith(f"b={count}"))
-        rows.append(Row(name, f"{ms:.1f}", ms > before and near(ms, paper, 0.15), reason))
+        rows.append(
+            Row(
+                name,
+                f"{ms:.1f}",
+                ms > before and near(ms, paper, 0.15),
+                reason,
+                (Bar(f"decode\n{count}", ms, paper),),
+            )
+        )
         before = ms
     return rows
 
@@ -48,7 +57,8 @@ def figure3() -> list[Row]:
 def figure4() -> list[Row]:
     mistral = device_cost("mistral-7b")
     short, long = (mistral.iteration_us(prefill(tokens)) / 1e3 for tokens in (512, 1024))
-    return [Row(find("F4"), f"{short:.1f} / {long:.1f}", near(short, 50, 0.25) and near(long, 100, 0.25))]
+    holds = near(short, 50, 0.25) and near(long, 100, 0.25)
+    return [Row(find("F4"), f"{short:.1f} / {long:.1f}", holds, bars=(Bar("512", short, 50), Bar("1024", long, 100)))]
 
 
 def figure5() -> list[Row]:
@@ -78,7 +88,7 @@ def figure6() -> list[Row]:
     reason = "measured tables grow 2.7 to 3.0 times from 128 to 512 tokens, and are flat only up to about 64"
     return [
         Row(find("F6"), f"TP4 {short:.1f} -> {long:.1f}", long < 1.3 * short, reason),
-        Row(find("F6x"), f"{step:.2f}", abs(step - 1.32) <= 0.1),
+        Row(find("F6x"), f"{step:.2f}", abs(step - 1.32) <= 0.1, bars=(Bar("257 over 256 tokens", step, 1.32),)),
     ]
 
 
@@ -86,7 +96,8 @@ def figure8() -> list[Row]:
     falcon = device_cost("falcon-180b", 4, 2)
     stage = falcon.stage_us(0, prefill(4096)) / 1e3
     decode = falcon.iteration_us(decodes(32, 4096)) / 1e3
-    return [Row(find("F8"), f"{stage:.0f} a stage / {decode:.0f}", near(stage, 1150, 0.15))]
+    bars = (Bar("4k prompt, a stage", stage, 1150), Bar("32 decodes", decode, 200))
+    return [Row(find("F8"), f"{stage:.0f} a stage / {decode:.0f}", near(stage, 1150, 0.15), bars=bars)]
 
 
 def figure9() -> list[Row]:
@@ -98,7 +109,9 @@ def figure9() -> list[Row]:
 
     whole = slowdown(8192, 8192)
     ours = f"{whole:.1f}x at 8k, {slowdown(4096, 4096):.1f}x at 4k; a chunk of 256 {slowdown(4096, 256):.1f}x"
-    return [Row(find("F9"), ours, near(whole, 28.3, 0.25))]
+    bars = [Bar(f"{n} whole", slowdown(n, n), 28.3 if n == 8192 else None) for n in (1024, 2048, 4096, 8192)]
+    bars += [Bar(f"{n} chunk of 256", slowdown(n, 256)) for n in (1024, 2048, 4096, 8192)]
+    return [Row(find("F9"), ours, near(whole, 28.3, 0.25), bars=tuple(bars))]
 
 
 def figure13a() -> list[Row]:
@@ -106,7 +119,8 @@ def figure13a() -> list[Row]:
         device_cost("falcon-180b", *split).iteration_us(decodes(32, 4096)) / 1e3 for split in ((8, 1), (4, 2))
     )
     reason = "across nodes only InfiniBand all-reduces were measured, the paper has 100 Gbit Ethernet"
-    return [Row(find("F13a"), f"{flat / piped:.2f}x; {flat:.0f} vs {piped:.0f}", flat > 2 * piped, reason)]
+    bars = (Bar("TP8 across nodes", flat, 280), Bar("TP4 PP2", piped, 140))
+    return [Row(find("F13a"), f"{flat / piped:.2f}x; {flat:.0f} vs {piped:.0f}", flat > 2 * piped, reason, bars)]
 
 
 def figure14() -> list[Row]:
@@ -121,7 +135,12 @@ def figure14() -> list[Row]:
             ratios.append(sum(yi.iteration_us(prefill(*part)) / 1e3 + CHUNK_HOST_MS for part in parts) / whole)
         holds = all(abs(ours - theirs) <= 0.1 for ours, theirs in zip(ratios, paper, strict=True))
         reason = "chunks of 1,024 are slower than of 512 in the figure, which no measured kernel explains"
-        rows.append(Row(find("F14", f"prompt {prompt}"), " ".join(f"{ratio:.3f}" for ratio in ratios), holds, reason))
+        bars = tuple(
+            Bar(f"{prompt}\nby {chunk}", *pair)
+            for chunk, pair in zip((512, 1024, 2048), zip(ratios, paper, strict=True), strict=True)
+        )
+        ours = " ".join(f"{ratio:.3f}" for ratio in ratios)
+        rows.append(Row(find("F14", f"prompt {prompt}"), ours, holds, reason, bars))
     return rows
 
 
@@ -132,7 +151,8 @@ def extra1() -> list[Row]:
     chunk, both = (yi.iteration_us(work) / 1e3 for work in (prefill(1024), mixed(3, 1024, 1021)))
     holds = near(alone, 68.1, 0.15) and near(chunk, 217.2, 0.15) and both < 1.05 * chunk
     reason = "four decodes alone are bound by that engine's host"
-    return [Row(find("X1"), f"{alone:.1f} / {chunk:.1f} / {both:.1f}", holds, reason)]
+    bars = (Bar("4 decodes", alone, 68.1), Bar("1024 prefill", chunk, 217.2), Bar("1021 + 3 decodes", both, 217.6))
+    return [Row(find("X1"), f"{alone:.1f} / {chunk:.1f} / {both:.1f}", holds, reason, bars)]
 
 
 def rows() -> list[Row]:

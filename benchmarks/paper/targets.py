@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 from evenflow.dataplane.simulated.cost import DeviceCost, Work
 from evenflow.dataplane.simulated.device import load_device
@@ -33,14 +34,24 @@ class Target:
     prototype: str
 
 
+class Bar(NamedTuple):
+    """One figure of ours beside the paper's, which is None if it has none."""
+
+    label: str
+    ours: float
+    paper: float | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What we get for a target. ``holds``: within its tolerance, or in its order. ``reason``: why it need not fit."""
+    """What we get for a target. ``holds``: within its tolerance, or in its order. ``reason``: why it need not fit.
+    ``bars``: what a picture shows of it."""
 
     target: Target
     ours: str
     holds: bool
     reason: str = ""
+    bars: tuple[Bar, ...] = ()
 
 
 def targets() -> list[Target]:
