@@ -27,7 +27,7 @@ def promise_figures(engine: Engine) -> dict[str, float]:
         values[f"slo_unreachable_iterations_total{place}"] = budget.unreachable
         values[f"slo_prefill_withheld_total{place}"] = budget.withheld
         values[f"slo_target_seconds{place}"] = 0.0 if budget.strictest == inf else budget.strictest
-        values[f"slo_margin_ratio{place}"] = budget.margin
+        values[f"slo_margin_ratio{place}"] = budget.margin.value
         values[f"plans_held_total{place}"] = budget.plans_held
         values[f"plans_held_late_total{place}"] = budget.plans_late
     return values

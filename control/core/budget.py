@@ -18,6 +18,7 @@ from collections import deque
 from math import inf, sqrt
 from typing import TYPE_CHECKING
 
+from .margin import Margin
 from .slo import Slo
 from .timing import Estimator, Features, TimeModel, attention_work
 
@@ -30,15 +31,15 @@ if TYPE_CHECKING:
 LEAST_CHUNK = 16
 #: Where decodes leave no room, prefill gets one tile in so many iterations.
 EVERY = 4
+#: A request that prefills in progress keep out, since what they leave is not worth a chunk, goes before them after so
+#: many iterations; one that decodes keep out is admitted after so many. Its first tile then breaks the target, but so
+#: seldom that it is held for 99 % of rounds.
+TURN, PATIENCE = 16, 256
 #: Nothing is known of iterations much larger than any measured: they may be this many times as large.
 TRUST = 2
 #: Tokens of an iteration that need no measurement.
 FIRST_TRUST = 64
 
-#: Share of rounds that may be longer than predicted, with the margin.
-_MISSES = 0.003
-#: By how much of itself the prediction is enlarged when a round was longer than that; at first; at most.
-_MARGIN_STEP, _FIRST_MARGIN, _MOST_MARGIN = 0.02, 0.04, 0.4
 #: A round that is so many times longer than expected had a pause in it.
 _PAUSE = 1.3
 #: Rounds are that much longer than their iterations before anything is known, for each stage.
@@ -92,6 +93,7 @@ class Budget:
         self.seconds = 0.0  #: for chunks
         self.tokens = 0  #: of chunks, at most
         self.admits = True  #: new sequences may be admitted
+        self.kept_out = 0  #: iterations since a request was admitted, while one waited
         self.limit = inf  #: seconds of the whole iteration
         # What became of it.
         self.rounds = 0
@@ -101,7 +103,7 @@ class Budget:
         self.plans_held = 0
         self.plans_late = 0  #: of those held
         self.lead = _FIRST_LEAD_S
-        self.margin = _FIRST_MARGIN
+        self.margin = Margin()
         self._stages = stages
         self._unit = min(found.tbt for found in slo.classes)
         self._hurries = any(found.ttft < inf for found in slo.classes)
@@ -124,7 +126,7 @@ class Budget:
         """All sequences have left; what was learned of the device stays."""
         self.strictest = inf
         self._counts = {}
-        self._waited = 0
+        self._waited = self.kept_out = 0
         self._holds = False
         self._planned, self._measured, self._predicted = [], [], []
         self._ticks = [None] * self._stages
@@ -168,14 +170,14 @@ class Budget:
         coefficients = self._round.coefficients
         return coefficients[0] / self._unit * passage + coefficients[1]
 
-    def iteration_s(self, target: float) -> float:
-        """Seconds that the next iteration may take, so that no round with it is longer than ``target``, with the
-        margin. Those planned after it are taken to be as long as it is."""
+    def iteration_s(self, target: float, margin: float) -> float:
+        """Seconds that the next iteration may take, so that no round with it is longer than ``target``, with a
+        ``margin``. Those planned after it are taken to be as long as it is."""
         if target == inf:
             return inf
         coefficients = self._round.coefficients
         ratio = max(coefficients[0] / self._unit, 0.5)
-        most = (target / (1.0 + self.margin) - coefficients[1]) / ratio
+        most = (target / (1.0 + margin) - coefficients[1]) / ratio
         stages, planned = self._stages, self._planned
         if stages == 1:
             return most
@@ -204,10 +206,12 @@ class Budget:
         if self.strictest == inf:
             return True
         pace = max(self._planned[-self._stages :], default=0.0)
-        bound = self._around((2 * self._stages - 1) * pace) * (1.0 + self.margin)
+        bound = self._around((2 * self._stages - 1) * pace) * (1.0 + self.margin.value)
         if bound <= self.strictest:
             return True
-        return self.model.predict(Features(0, 0, decodes, kv_tokens)) > self.iteration_s(self.strictest)
+        return self.model.predict(Features(0, 0, decodes, kv_tokens)) > self.iteration_s(
+            self.strictest, self.margin.value
+        )
 
     def chunk_s(self, tokens: int, computed: int) -> float:
         """Seconds that a chunk of ``tokens`` tokens after ``computed`` others adds."""
@@ -242,7 +246,7 @@ class Budget:
                 return False
         self.admits = True
         self._withholds = self._overloaded = False
-        self.limit = self.iteration_s(self.strictest)
+        self.limit = self.iteration_s(self.strictest, self.margin.value)
         if self.limit == inf:
             self._waited = 0
             self.seconds = self.chunk_s(self.tokens, computed)
@@ -266,9 +270,13 @@ class Budget:
             self._withholds = True
             return False
         self._waited = 0
-        # A target that one decode alone would miss is missed however few are admitted.
-        alone = self.model.predict(Features(first, attention_work(0, first), 1, 1))
-        self.admits = alone > self.limit
+        # A tile that fits but for the margin breaks the target seldom. A target that one decode alone would miss is
+        # missed however few are admitted.
+        self.admits = (
+            self.kept_out >= PATIENCE
+            or base + least <= self.iteration_s(self.strictest, 0.0)
+            or self.model.predict(Features(first, attention_work(0, first), 1, 1)) > self.limit
+        )
         self.tokens = first
         self.seconds = self.chunk_s(first, computed)
         return True
@@ -292,6 +300,7 @@ class Budget:
             self._begun = self.now
             self._planned, self._measured, self._predicted = [], [], []
         features = Features(self._padded(prefill, decodes), attention, decodes, kv_tokens)
+        self.kept_out += 1
         if self._withholds:
             self._waited += 1
             self.withheld += 1
@@ -380,11 +389,9 @@ class Budget:
             # Of rounds without prefill nothing is asked; nor do they tell what those with prefill take.
             return
         self._round.update([passage(self._measured, count, self._stages) / self._unit, 1.0], seconds)
-        bound = expected * (1.0 + self.margin)
-        if seconds < _PAUSE * bound:
+        if seconds < _PAUSE * expected * (1.0 + self.margin.value):
             # A pause is not undone by smaller chunks.
-            step = _MARGIN_STEP * (1.0 - _MISSES if seconds > bound else -_MISSES)
-            self.margin = min(max(self.margin + step, 0.0), _MOST_MARGIN)
+            self.margin.learn(seconds / expected - 1.0)
 
     def _trust(self, tokens: int) -> None:
         if tokens > self._trusted:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .budget import LEAST_CHUNK, Budget, Hurry
+from .budget import LEAST_CHUNK, TURN, Budget, Hurry
 from .policy import Chunks
 from .timing import attention_work
 
@@ -21,8 +21,10 @@ def timed_chunks(replica: Replica, budget: Budget, decodes: int, kv_tokens: int)
     But all shares are seconds, and become tokens by the context of each sequence.
     """
     prefills = replica.prefills
-    if not (prefills or replica.waiting):
-        return []
+    if not replica.waiting:
+        budget.kept_out = 0
+        if not prefills:
+            return []
     first = prefills[0].computed if prefills else 0
     if not budget.open(decodes, kv_tokens, first, _hurry(replica)):
         return []
@@ -35,6 +37,8 @@ def timed_chunks(replica: Replica, budget: Budget, decodes: int, kv_tokens: int)
             if owed >= left:
                 break
         kept = max(left - owed, left * replica.limits.share if replica.waiting else 0.0)
+        if budget.kept_out >= TURN:
+            kept = left
     old = list(prefills)
     chunks: Chunks = []
     fresh: Chunks = []
@@ -46,6 +50,7 @@ def timed_chunks(replica: Replica, budget: Budget, decodes: int, kv_tokens: int)
             new = replica.admit(size) if size else None
             if new is None:
                 break
+            budget.kept_out = 0
             # At least one token, however much of it is cached.
             taken = _grant(budget, new, kept) or 1
             fresh.append((new, taken))

@@ -5,6 +5,7 @@ from math import ceil
 from statistics import median
 
 import pytest
+from evenflow.control.core.budget import EVERY, PATIENCE, TURN
 from evenflow.control.core.events import Limits
 from evenflow.control.core.slo import parse_slo
 from evenflow.control.core.timing import Features
@@ -309,6 +310,45 @@ def test_decodes_that_fill_the_target_keep_new_requests_out_and_prefill_gets_eve
     assert held(server, 2.0, target=0.033) >= 0.99
     assert all(request.tokens == 400 for request in server.seen.requests.values())
     assert not budget.unreachable
+
+
+def test_streams_that_leave_no_room_and_do_not_end_keep_a_prompt_out_for_a_bounded_time() -> None:
+    """Eight decodes take 11.5 ms and more after so long, and a tile beside them 4; the target is 14 ms."""
+    server = device(slo="interactive=14ms", noise=0.0, profiled=True)
+    for key in range(8):
+        server.submit(key, 20, 20_000)
+    server.run(20.0)
+    assert all(server.seen.requests[key].tokens > 20 for key in range(8))
+    server.submit(8, 400, 1)
+    since = server.now
+    server.run(60.0)
+    assert server.seen.requests[8].tokens == 1
+    assert not any(server.seen.requests[key].ended for key in range(8))
+    iterations = [i for i in server.seen.iterations if i.sent > since]
+    before = next(n for n, i in enumerate(iterations) if i.chunks)
+    assert 200 < before <= PATIENCE + EVERY
+    assert held(server, since, iterations[before].sent, target=0.014) >= 0.99
+    # From then on it reads a tile in every fourth iteration.
+    read = [n for n, i in enumerate(iterations) if i.chunks]
+    assert {after - n for n, after in pairwise(read)} == {EVERY}
+
+
+def test_a_short_prompt_goes_before_a_long_one_that_leaves_it_no_chunk() -> None:
+    server = device(slo="interactive=22ms", profiled=True)
+    for key in range(8):
+        server.submit(key, 20, 12_000)
+    server.run(5.0)
+    server.submit(8, 20_000, 1)
+    server.run(7.0)
+    chunks = [sum(i.chunks) for i in server.seen.iterations if i.sent > 6.0]
+    assert 16 <= median(chunks) < 3 * 16, "a quarter of the room is no chunk"
+    server.submit(9, 16, 1)
+    since = server.now
+    server.run(20.0)
+    short = server.seen.requests[9]
+    assert short.tokens == 1 and not server.seen.requests[8].ended
+    assert sum(since < i.sent < short.first for i in server.seen.iterations) <= TURN + 2
+    assert held(server, 2.0, target=0.022) >= 0.99
 
 
 # ---- the time to the first token -----------------------------------------------------------------------------
