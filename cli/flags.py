@@ -6,6 +6,8 @@ import enum
 class Dtype(enum.StrEnum):
     BFLOAT16 = "bfloat16"
     FLOAT32 = "float32"
+    INT8 = "int8"
+    INT4 = "int4"
 
 
 class Policy(enum.StrEnum):

@@ -112,7 +112,12 @@ def serve(
         ),
     ] = None,
     dtype: Annotated[
-        Dtype, typer.Option("--dtype", envvar=env("dtype"), help="Type of weights and KV cache.")
+        Dtype,
+        typer.Option(
+            "--dtype",
+            envvar=env("dtype"),
+            help="Type of weights; int8 and int4 compute in whole numbers, with a KV cache in bfloat16.",
+        ),
     ] = Dtype.BFLOAT16,
     kv_cache_memory: Annotated[
         str | None,

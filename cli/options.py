@@ -40,7 +40,7 @@ _TCP = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9_.*-]+):(\d{1,5})")
 _SCALE = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
-DTYPES = ("bfloat16", "float32")
+DTYPES = ("bfloat16", "float32", "int8", "int4")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 

@@ -10,7 +10,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="evenflow.dataplane", description=__doc__)
     add_worker_arguments(parser)
     parser.add_argument("--model", required=True, help="a path, or the name of a packaged model")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32", "int8", "int4"), default="bfloat16")
     parser.add_argument("--kv-memory", type=int, default=1 << 30, help="bytes for the KV cache of this stage")
     parser.add_argument("--threads", type=int, default=1, help="threads that compute")
     parser.add_argument("--attention-backend", default="cpu", help="which implementation of attention")

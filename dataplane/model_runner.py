@@ -24,10 +24,9 @@ from .models.llama import LlamaStage
 from .profile import Shape, measure
 from .sampler import choose, prompt_logprobs
 from .weights import ModelSource, open_model
+from .weights.precision import precision_of
 
 _log = logging.getLogger(__name__)
-
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def _cpu_attention(compute: torch.dtype) -> AttentionBackend:
@@ -56,15 +55,16 @@ class ModelRunner:
         attention: str = "cpu",
         poison: bool = False,
     ) -> None:
-        if dtype not in DTYPES:
-            raise ModelError(f"dtype {dtype} is not supported; supported: {', '.join(DTYPES)}")
+        precision = precision_of(dtype)
         if attention not in BACKENDS:
             raise ModelError(f"attention backend {attention} is not known; known: {', '.join(BACKENDS)}")
-        self._dtype = DTYPES[dtype]
+        self._dtype = precision.stream
         config = source.config
         with torch.inference_mode():
-            self._stage = LlamaStage(source, stage, stages, self._dtype)
+            self._stage = LlamaStage(source, stage, stages, precision)
         _log.info("%s", describe_stage(self._stage.layers, stage, stages))
+        if self._stage.report is not None:
+            _log.info("%s", self._stage.report)
         if not self._stage.batch_invariant:
             _log.warning("matrix products on this machine depend on the batch: tokens may differ between runs")
         layers = len(self._stage.layers)

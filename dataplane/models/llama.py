@@ -14,6 +14,7 @@ from torch import Tensor
 from ...kernels.attention import AttentionBackend, KVCache
 from ...kernels.linear import ROW_TILE, AnyLinear, compute_dtype, make_linear, padded_rows, smallest_rows
 from ...kernels.norm import add_norm, rms_norm, silu_mul
+from ...kernels.quantised import Int4Linear, Int8Linear
 from ...kernels.rope import (
     DynamicRope,
     RopeTable,
@@ -21,6 +22,7 @@ from ...kernels.rope import (
     llama3_frequencies,
     yarn_frequencies,
 )
+from ..weights.precision import Precision, Quantiser
 from ..weights.source import ModelSource
 from .config import EMBEDDING, FINAL_NORM, HEAD, LlamaConfig, ModelError, split_layers, tensor_shapes
 
@@ -46,14 +48,17 @@ def make_rope(config: LlamaConfig) -> RopeTable | DynamicRope:
     return RopeTable(frequencies, config.max_len, rope.magnitude)
 
 
+_Linear = AnyLinear | Int8Linear | Int4Linear
+
+
 @dataclass(slots=True)
 class _Layer:
     attention_norm: Tensor
-    qkv: AnyLinear
-    output: AnyLinear
+    qkv: _Linear
+    output: _Linear
     mlp_norm: Tensor
-    gate_up: AnyLinear
-    down: AnyLinear
+    gate_up: _Linear
+    down: _Linear
     #: Weights of the norm of each query and key head, [heads + kv_heads, head_dim].
     qk_norm: Tensor | None
     #: Keys that a query sees, 0 for all.
@@ -63,33 +68,47 @@ class _Layer:
 class LlamaStage:
     """The layers of one stage, with the embedding on the first and the head on the last."""
 
-    def __init__(self, source: ModelSource, stage: int, stages: int, dtype: torch.dtype) -> None:
+    def __init__(self, source: ModelSource, stage: int, stages: int, precision: Precision) -> None:
         self.config = source.config
-        self.dtype = dtype
+        self.dtype = precision.stream
         self.layers = split_layers(self.config.layers, stages, self.config.head_in_layers)[stage]
         self.is_first, self.is_last = stage == 0, stage == stages - 1
-        #: The type of values inside a layer.
-        self.compute = compute_dtype(dtype)
+        #: The type of values inside a layer: weights of few bits meet whole numbers made of float32.
+        self.compute = torch.float32 if precision.bits else compute_dtype(self.dtype)
         self._source = source
+        self._quantiser = Quantiser(source, precision.bits) if precision.bits else None
         self._rope = make_rope(self.config)
         self._shapes = tensor_shapes(self.config)
-        self._embedding = self._tensor(EMBEDDING) if self.is_first else None
+        self._embedding = self._embedding_rows() if self.is_first else None
         self._layers = [self._layer(index) for index in self.layers]
         self._norm: Tensor | None = None
-        self._head: AnyLinear | None = None
+        self._head: _Linear | None = None
         if self.is_last:
             self._norm = self._tensor(FINAL_NORM).to(torch.float32)
-            tied = self.config.tied
-            weight = self._embedding if tied else None
-            if weight is None:
-                weight = self._tensor(EMBEDDING if tied else HEAD)
-            self._head = make_linear(weight, None, self.compute)
+            self._head = self._head_layer()
         layer = self._layers[0]
         checked = [layer.qkv, layer.output, layer.gate_up, layer.down, *([self._head] if self._head else [])]
-        smallest = smallest_rows(checked)
+        # Whole numbers add up to the same in any order.
+        smallest = 1 if self._quantiser else smallest_rows([each for each in checked if isinstance(each, AnyLinear)])
         #: Whether a row's result never depends on the batch on this machine.
         self.batch_invariant = smallest is not None
         self._smallest = smallest or ROW_TILE
+
+    @property
+    def report(self) -> str | None:
+        """One line on weights of few bits."""
+        return self._quantiser.report() if self._quantiser else None
+
+    def _embedding_rows(self) -> Tensor | Int8Linear | Int4Linear:
+        return self._quantiser.layer([EMBEDDING]) if self._quantiser else self._tensor(EMBEDDING)
+
+    def _head_layer(self) -> _Linear:
+        name = EMBEDDING if self.config.tied else HEAD
+        shared = self._embedding if self.config.tied else None
+        if self._quantiser:
+            return self._quantiser.layer([name]) if shared is None or isinstance(shared, Tensor) else shared
+        weight = shared if isinstance(shared, Tensor) else self._tensor(name)
+        return make_linear(weight, None, self.compute)
 
     def _tensor(self, name: str) -> Tensor:
         tensor = self._source.load(name)
@@ -101,12 +120,14 @@ class LlamaStage:
             raise ModelError(f"tensor {name} of {self._source.name} holds values that are not finite in {self.dtype}")
         return tensor
 
-    def _linear(self, *names: str) -> AnyLinear:
+    def _linear(self, *names: str) -> _Linear:
         """One layer for the rows of all of ``names``, one below the other, with their biases if they have any."""
-        weight = torch.cat([self._tensor(f"{name}.weight") for name in names])
         bias = None
         if f"{names[0]}.bias" in self._shapes:
             bias = torch.cat([self._tensor(f"{name}.bias") for name in names])
+        if self._quantiser:
+            return self._quantiser.layer([f"{name}.weight" for name in names], bias)
+        weight = torch.cat([self._tensor(f"{name}.weight") for name in names])
         return make_linear(weight, bias, self.compute)
 
     def _qk_norm(self, attention: str) -> Tensor:
@@ -136,7 +157,9 @@ class LlamaStage:
         """Residual stream of the first stage, [T, hidden]."""
         if self._embedding is None:
             raise RuntimeError("only the first stage embeds token ids")
-        return self._embedding[ids]
+        if isinstance(self._embedding, Tensor):
+            return self._embedding[ids]
+        return self._embedding.rows(ids).to(self.dtype)
 
     def forward(
         self,

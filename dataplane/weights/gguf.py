@@ -1,15 +1,18 @@
-"""Models in GGUF files: names and rotary order of Hugging Face, values dequantised to float32."""
+"""Models in GGUF files: names and rotary order of Hugging Face, in float32, or in 4 bits as they are held."""
 
+import math
 import mmap
 import re
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
+from ...kernels.quantised import Int4Weight
 from ..models.config import EMBEDDING, FINAL_NORM, HEAD, ModelError
 from ..models.from_gguf import architecture_of, config_from_gguf
-from .dequantise import SUPPORTED_TYPES, widen
+from .dequantise import FOUR_BITS, SUPPORTED_TYPES, four_bits, widen
 from .gguf_file import GGUFTensor, read_header
 from .source import check_tensors
 
@@ -64,12 +67,32 @@ class GGUFSource:
         vocabulary = self.config.vocab_size
         self.eos_ids = tuple(sorted(id for id in ids if isinstance(id, int) and 0 <= id < vocabulary))
 
+    def _raw(self, tensor: GGUFTensor) -> NDArray[np.uint8]:
+        return np.frombuffer(self._data, np.uint8, tensor.num_bytes, tensor.offset)
+
     def _read(self, tensor: GGUFTensor) -> Tensor:
-        raw = np.frombuffer(self._data, np.uint8, tensor.num_bytes, tensor.offset)
-        return widen(raw, tensor.type, tensor.shape)
+        return widen(self._raw(tensor), tensor.type, tensor.shape)
 
     def load(self, name: str) -> Tensor:
-        values = self._read(self._tensors[name])
+        return self._in_order(name, self._read(self._tensors[name]))
+
+    def bits(self, name: str) -> float:
+        tensor = self._tensors[name]
+        return tensor.num_bytes * 8 / math.prod(tensor.shape)
+
+    def has_int4(self, name: str) -> bool:
+        return self._tensors[name].type in FOUR_BITS and len(self._tensors[name].shape) == 2
+
+    def load_int4(self, name: str) -> Int4Weight:
+        tensor = self._tensors[name]
+        weight = four_bits(self._raw(tensor), tensor.type, tensor.shape)
+        if not bool(weight.scales.isfinite().all() and weight.minima.isfinite().all()):
+            raise ModelError(f"tensor {name} of {self.name} holds values that are not finite in 4 bits")
+        parts = (self._in_order(name, part) for part in (weight.values, weight.scales, weight.minima))
+        return Int4Weight(*parts)
+
+    def _in_order(self, name: str, values: Tensor) -> Tensor:
+        """Rows of queries and keys in the order that rotation here expects."""
         if not self._pairs_neighbours:
             return values
         if ".q_proj." in name:

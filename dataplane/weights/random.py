@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..models.config import HEAD, LlamaConfig, ModelError, tensor_shapes
+from .source import PlainSource
 
 #: Query heads share KV heads unevenly enough (3 to 1) to show a wrong grouping.
 RANDOM_CONFIG = LlamaConfig(
@@ -32,7 +33,7 @@ RANDOM_CONFIG = LlamaConfig(
 _SCALES = {"embed_tokens": 0.05, "q_proj": 4.0}
 
 
-class RandomSource:
+class RandomSource(PlainSource):
     """A model whose tensors are drawn from ``seed`` and the tensor's place in the model."""
 
     def __init__(self, config: LlamaConfig = RANDOM_CONFIG, seed: int = 0) -> None:
@@ -50,6 +51,9 @@ class RandomSource:
         generator = torch.Generator().manual_seed(self._seed * 100_003 + list(self._shapes).index(name))
         scale = next((scale for part, scale in _SCALES.items() if part in name), 1.0)
         return torch.randn(shape, generator=generator) * (scale * shape[-1] ** -0.5)
+
+    def bits(self, name: str) -> float:
+        return 32
 
 
 def parse_random(model: str) -> RandomSource:

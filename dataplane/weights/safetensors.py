@@ -13,18 +13,18 @@ from torch import Tensor
 
 from ..models.config import EMBEDDING, HEAD, LlamaConfig, ModelError
 from ..models.from_hf import config_from_hf
-from .source import check_tensors
+from .source import PlainSource, check_tensors
 
 _log = logging.getLogger(__name__)
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.pkl")
-_FLOATS = ("F64", "F32", "F16", "BF16")
+_FLOATS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16}
 #: Rotary frequencies that old checkpoints hold and that follow from the configuration.
 _HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
 
-class SafetensorsSource:
+class SafetensorsSource(PlainSource):
     """An opened model directory; tensors are read from mapped files."""
 
     def __init__(self, path: Path) -> None:
@@ -65,6 +65,11 @@ class SafetensorsSource:
         file, stored = self._places[name]
         with safe_open(file, framework="pt") as opened:
             return opened.get_tensor(stored)
+
+    def bits(self, name: str) -> float:
+        file, stored = self._places[name]
+        with safe_open(file, framework="pt") as opened:
+            return _FLOATS[opened.get_slice(stored).get_dtype()]
 
     def _same(self, one: str, other: str) -> bool:
         return self._places[one] == self._places[other] or torch.equal(self.load(one), self.load(other))

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from ...kernels.quantised import Int4Weight
 from ..models.config import LlamaConfig, ModelError, tensor_shapes
 
 
@@ -23,6 +24,28 @@ class ModelSource(Protocol):
     def load(self, name: str) -> Tensor:
         """The tensor of this canonical name, as a floating type of at least the checkpoint's precision."""
         ...
+
+    def bits(self, name: str) -> float:
+        """In how many bits the checkpoint holds a value of this tensor, scales included."""
+        ...
+
+    def has_int4(self, name: str) -> bool:
+        """Whether the checkpoint holds this tensor as ``load_int4`` gives it."""
+        ...
+
+    def load_int4(self, name: str) -> Int4Weight:
+        """As it is held, in 4 bits. Only where ``has_int4``."""
+        ...
+
+
+class PlainSource:
+    """Of checkpoints that hold nothing in 4 bits."""
+
+    def has_int4(self, name: str) -> bool:
+        return False
+
+    def load_int4(self, name: str) -> Int4Weight:
+        raise ValueError(f"tensor {name} is not held in 4 bits")
 
 
 def check_tensors(

@@ -24,15 +24,14 @@ LIBRARY = "kernels.so"
 COMMON = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wall")
 #: The oldest torch whose stable ABI is asked for: 2.11.
 TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000"
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512")
 #: Options of each level's file.
 LEVELS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
         "baseline": (),
-        "avx2": ("-mavx2", "-mfma", "-DLEVEL_AVX2"),
-        "avx512": (
-            *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"),
-            *("-mprefer-vector-width=512", "-DLEVEL_AVX512"),
-        ),
+        "avx2": ("-mavx2", "-mfma", "-mf16c", "-DLEVEL_AVX2"),
+        "avx512": (*_AVX512, "-DLEVEL_AVX512"),
+        "avx512vnni": (*_AVX512, "-mavx512vnni", "-DLEVEL_VNNI"),
     },
 }
 

@@ -1,7 +1,10 @@
 // The kernels of one level, in vectors of the compiler's own (GCC and Clang).
 #include "level.h"
 
-#if defined(LEVEL_AVX512)
+#if defined(LEVEL_VNNI)
+#define LEVEL avx512vnni
+#define LANES 16
+#elif defined(LEVEL_AVX512)
 #define LEVEL avx512
 #define LANES 16
 #elif defined(LEVEL_AVX2)
@@ -14,6 +17,7 @@
 #include "attention.h"
 #include "matmul.h"
 #include "rows.h"
+#include "whole.h"
 
 #define NAME_OF(level) NAME_AS(level)
 #define NAME_AS(level) level_##level
@@ -22,5 +26,7 @@
 
 namespace evenflow {
 extern const Level NAME_OF(LEVEL);
-const Level NAME_OF(LEVEL) = {TEXT_OF(LEVEL), matmul, attend, place, norm, gate};
+const Level NAME_OF(LEVEL) = {TEXT_OF(LEVEL), matmul, attend,  place,   norm,
+                              gate,           quantise, matmul8, matmul4, sizeof(Sums8::Value) == 2,
+                              sizeof(Sums4::Value) == 2};
 }  // namespace evenflow

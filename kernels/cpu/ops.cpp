@@ -18,7 +18,7 @@ namespace evenflow {
 
 extern const Level level_baseline;
 #if defined(__x86_64__)
-extern const Level level_avx2, level_avx512;
+extern const Level level_avx2, level_avx512, level_avx512vnni;
 #endif
 
 namespace {
@@ -30,10 +30,13 @@ std::vector<const Level*> supported() {
     std::vector<const Level*> levels{&level_baseline};
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) levels.push_back(&level_avx2);
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+        levels.push_back(&level_avx2);
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
         levels.push_back(&level_avx512);
+        if (__builtin_cpu_supports("avx512vnni")) levels.push_back(&level_avx512vnni);
+    }
 #endif
     return levels;
 }
@@ -99,12 +102,110 @@ void matmul(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& 
     });
 }
 
-// Queries of one row that share a pass over its keys.
-constexpr int64_t QUERIES = 32;
-
 bool is(const Tensor& tensor, ScalarType type, int64_t dim) {
     return tensor.scalar_type() == type && tensor.dim() == dim && (dim == 0 || tensor.stride(dim - 1) == 1);
 }
+
+// Cuts `rows` rows of `size` values into units, one for all if they are few.
+template <typename Body>
+void each_rows(int64_t rows, int64_t size, const Body& body) {
+    const int64_t threads = torch::stable::get_num_threads();
+    const int64_t step = rows * size < (1 << 15) ? rows : std::max<int64_t>((rows + 4 * threads - 1) / (4 * threads), 1);
+    if (rows > 0)
+        each_unit((rows + step - 1) / step, [&](int64_t unit) { body(unit * step, std::min((unit + 1) * step, rows)); });
+}
+
+// Memory of the calling thread that its units share: activations as whole numbers.
+struct Rows {
+    std::vector<char> values;
+    std::vector<float> scales;
+    std::vector<int32_t> sums;
+};
+
+// The rows of x, in groups of `size`, each row a multiple of `step` values long.
+Quantised quantised(const Tensor& x, int64_t size, int64_t step, bool wide) {
+    thread_local Rows memory;
+    const int64_t rows = x.size(0), in = x.size(1), groups = (in + size - 1) / size;
+    const Quantised to{nullptr, nullptr, nullptr, (in + step - 1) / step * step, groups};
+    const auto grown = [](auto& vector, int64_t count) {
+        if (static_cast<int64_t>(vector.size()) < count) vector.resize(count);
+        return vector.data();
+    };
+    Quantised result = to;
+    result.values = grown(memory.values, rows * to.stride * (wide ? 2 : 1));
+    result.scales = grown(memory.scales, rows * groups);
+    result.sums = grown(memory.sums, rows * groups);
+    const float* from = x.const_data_ptr<float>();
+    const int64_t x_stride = x.stride(0);
+    const Level* level = current;
+    each_rows(rows, in, [&](int64_t begin, int64_t end) {
+        level->quantise(from, x_stride, in, size, result, wide, begin, end);
+    });
+    return result;
+}
+
+// The sums of a row's products must fit 32 bits.
+constexpr int64_t MOST_INPUTS = 1 << 16;
+
+void check_whole(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, const Tensor& out) {
+    STD_TORCH_CHECK(packed.scalar_type() == ScalarType::Byte && packed.is_contiguous(), "weights must be uint8");
+    STD_TORCH_CHECK(is(x, ScalarType::Float, 2) && is(out, ScalarType::Float, 2) && x.size(0) == out.size(0),
+                    "x and out must be float32[rows, in] and float32[rows, out]");
+    STD_TORCH_CHECK(0 < x.size(1) && x.size(1) <= MOST_INPUTS, "a row must have 1 to 65,536 inputs");
+    STD_TORCH_CHECK(!bias || (is(*bias, ScalarType::Float, 1) && bias->size(0) == out.size(1)),
+                    "the bias must be float32[out]");
+}
+
+// Cuts rows and panels into units: body(row, rows, first panel, last panel).
+template <typename Body>
+void each_tile(int64_t rows, int64_t columns, int64_t row_bytes, const Body& body) {
+    const int64_t panels = (columns + PANEL - 1) / PANEL, threads = torch::stable::get_num_threads();
+    const int64_t height = std::max(CACHED_BYTES / row_bytes / ROWS_STEP * ROWS_STEP, 2 * ROWS_STEP);
+    const int64_t width = std::clamp<int64_t>((panels + 3 * threads - 1) / (3 * threads), 1, 32);
+    const int64_t parts = (panels + width - 1) / width;
+    each_unit((rows + height - 1) / height * parts, [&](int64_t unit) {
+        const int64_t row = unit / parts * height, first = unit % parts * width;
+        body(row, std::min(height, rows - row), first, std::min(first + width, panels));
+    });
+}
+
+void matmul8(const Tensor& x, const Tensor& packed, const Tensor& scales, const std::optional<Tensor>& bias,
+             Tensor out) {
+    check_whole(x, packed, bias, out);
+    const int64_t in = x.size(1), columns = out.size(1), panels = (columns + PANEL - 1) / PANEL;
+    STD_TORCH_CHECK(packed.numel() == panels * PANEL * ((in + 3) / 4 * 4) && is(scales, ScalarType::Float, 1) &&
+                        scales.size(0) == panels * PANEL,
+                    "packed weights or scales are not those of these shapes");
+    const Weights8 weights{packed.const_data_ptr<uint8_t>(), scales.const_data_ptr<float>(),
+                           bias ? bias->const_data_ptr<float>() : nullptr, columns};
+    const Level* level = current;
+    const Quantised rows = quantised(x, in, 4, level->wide8);
+    float* to = out.mutable_data_ptr<float>();
+    const int64_t out_stride = out.stride(0);
+    each_tile(x.size(0), columns, rows.stride * (level->wide8 ? 2 : 1),
+              [&](int64_t row, int64_t count, int64_t first, int64_t last) {
+                  level->matmul8(rows, row, count, weights, to + row * out_stride, out_stride, first, last);
+              });
+}
+
+void matmul4(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, Tensor out) {
+    check_whole(x, packed, bias, out);
+    const int64_t in = x.size(1), columns = out.size(1), panels = (columns + PANEL - 1) / PANEL;
+    STD_TORCH_CHECK(packed.numel() == panels * PANEL * ((in + GROUP - 1) / GROUP) * (4 + GROUP / 2),
+                    "packed weights are not those of these shapes");
+    const Weights4 weights{packed.const_data_ptr<uint8_t>(), bias ? bias->const_data_ptr<float>() : nullptr, columns};
+    const Level* level = current;
+    const Quantised rows = quantised(x, GROUP, GROUP, level->wide4);
+    float* to = out.mutable_data_ptr<float>();
+    const int64_t out_stride = out.stride(0);
+    each_tile(x.size(0), columns, rows.stride * (level->wide4 ? 2 : 1),
+              [&](int64_t row, int64_t count, int64_t first, int64_t last) {
+                  level->matmul4(rows, row, count, weights, to + row * out_stride, out_stride, first, last);
+              });
+}
+
+// Queries of one row that share a pass over its keys.
+constexpr int64_t QUERIES = 32;
 
 bool is_cache(const Tensor& keys, const Tensor& values) {
     const auto type = keys.scalar_type();
@@ -154,15 +255,6 @@ void attend(const Tensor& q, const Tensor& keys, const Tensor& values, const Ten
         level->attend(a, unit.row, unit.head, unit.begin, unit.end,
                       scratch(attend_scratch(a, unit.end - unit.begin)));
     });
-}
-
-// Cuts `rows` rows of `size` values into units, one for all if they are few.
-template <typename Body>
-void each_rows(int64_t rows, int64_t size, const Body& body) {
-    const int64_t threads = torch::stable::get_num_threads();
-    const int64_t step = rows * size < (1 << 15) ? rows : std::max<int64_t>((rows + 4 * threads - 1) / (4 * threads), 1);
-    if (rows > 0)
-        each_unit((rows + step - 1) / step, [&](int64_t unit) { body(unit * step, std::min((unit + 1) * step, rows)); });
 }
 
 void place(Tensor qkv, const std::optional<Tensor>& cos, const std::optional<Tensor>& sin, const Tensor& slot,
@@ -243,6 +335,8 @@ bool use_level(std::string name) {
 
 STABLE_TORCH_LIBRARY(evenflow, library) {
     library.def("matmul(Tensor x, Tensor packed, Tensor? bias, Tensor(a!) out) -> ()");
+    library.def("matmul8(Tensor x, Tensor packed, Tensor scales, Tensor? bias, Tensor(a!) out) -> ()");
+    library.def("matmul4(Tensor x, Tensor packed, Tensor? bias, Tensor(a!) out) -> ()");
     library.def(
         "attend(Tensor q, Tensor keys, Tensor values, Tensor cu_q, Tensor kv_len, Tensor table, float scale, "
         "int window, Tensor(a!) out) -> ()");
@@ -256,6 +350,8 @@ STABLE_TORCH_LIBRARY(evenflow, library) {
 
 STABLE_TORCH_LIBRARY_IMPL(evenflow, CPU, library) {
     library.impl("matmul", TORCH_BOX(&evenflow::matmul));
+    library.impl("matmul8", TORCH_BOX(&evenflow::matmul8));
+    library.impl("matmul4", TORCH_BOX(&evenflow::matmul4));
     library.impl("attend", TORCH_BOX(&evenflow::attend));
     library.impl("place", TORCH_BOX(&evenflow::place));
     library.impl("norm", TORCH_BOX(&evenflow::norm));

@@ -1,8 +1,8 @@
 """Determinism of all that sampling can be asked for: tokens, log-probabilities and their alternatives are the same to
 the last bit for any token budget, block size, number of stages, batch mates, prefix cache and preemption.
 
-Pairwise cells with a random model in float32 and bfloat16; what is expected was computed alone, whole, without a
-cache. ``test_equal_tokens`` has the whole grid for greedy requests.
+Pairwise cells with a random model in float32 and bfloat16, and some in int8 and int4; what is expected was computed
+alone, whole, without a cache. ``test_equal_tokens`` has the whole grid for greedy requests.
 """
 
 from array import array
@@ -50,6 +50,10 @@ CELLS = [
     (7, 32, 3, 0, True, True, "bfloat16"),
     (250, 16, 2, 0, True, False, "float32"),
     (4096, 32, 2, 7, False, False, "bfloat16"),
+    (7, 16, 2, 7, False, True, "int8"),
+    (64, 32, 3, 7, True, False, "int8"),
+    (17, 8, 3, 7, True, True, "int4"),
+    (250, 16, 1, 7, False, False, "int4"),
 ]
 
 Request = tuple[tuple[int, ...], int]

@@ -2,7 +2,8 @@
 stages, batch mates, prefix cache and preemption.
 
 All cells with a random model of four layers, in one process over loopback links, KV memory filled with NaN before
-each; pairwise cells with SmolLM2. What is expected was computed alone, whole, without a cache.
+each; pairwise cells with SmolLM2, with weights of few bits too. What is expected was computed alone,
+whole, without a cache.
 """
 
 from functools import cache
@@ -19,9 +20,9 @@ NEW = 6
 
 
 @cache
-def alone(model: str, tokens: tuple[int, ...], count: int) -> list[int]:
+def alone(model: str, tokens: tuple[int, ...], count: int, dtype: str) -> list[int]:
     """What an undisturbed run gives."""
-    single = real_server(model, budget=4096, block_size=16, stages=1, caching=False)
+    single = real_server(model, budget=4096, block_size=16, stages=1, caching=False, dtype=dtype)
     single.submit(0, list(tokens), count)
     single.run()
     return single.tokens(0)
@@ -36,16 +37,20 @@ def run_cell(
     stages: int,
     caching: bool,
     blocks: int | None = None,
+    dtype: str = "float32",
 ) -> int:
     """Run the requests together and compare each; returns the number of preemptions."""
-    cell = real_server(model, budget=budget, block_size=block_size, stages=stages, caching=caching, blocks=blocks)
+    cell = real_server(
+        model, budget=budget, block_size=block_size, stages=stages, caching=caching, blocks=blocks, dtype=dtype
+    )
     draw = Random(budget * 31 + block_size)
     for key, (tokens, count) in enumerate(requests):
         cell.submit(key, list(tokens), count)
     cell.run(draw.randrange)
     cell.assert_idle()
     for key, (tokens, count) in enumerate(requests):
-        assert cell.tokens(key) == alone(model, tokens, count), f"request {key}: {budget=} {block_size=} {stages=}"
+        wanted = alone(model, tokens, count, dtype)
+        assert cell.tokens(key) == wanted, f"request {key}: {budget=} {block_size=} {stages=}"
     return cell.engine.replicas[0].preemptions
 
 
@@ -98,25 +103,32 @@ def test_every_cell_of_a_random_model(budget: int, stages: int) -> None:
     print(f"budget {budget}, {stages} stages: {cells} cells, {preempted} preemptions")
 
 
-#: Twelve cells in which each two values of budget, block size, stages, mates, cache and scarcity meet.
+#: Twelve cells in which each two values of budget, block size, stages, mates, cache and scarcity meet; then some with
+#: weights of few bits.
 SMOLLM2_CELLS = [
-    (1, 8, 1, 0, True, False),
-    (7, 16, 2, 7, False, True),
-    (16, 32, 3, 7, True, False),
-    (17, 8, 2, 7, True, True),
-    (64, 16, 3, 0, False, False),
-    (250, 32, 1, 7, False, True),
-    (1000, 8, 3, 7, False, True),
-    (4096, 16, 1, 7, True, True),
-    (7, 32, 1, 0, True, True),
-    (64, 8, 2, 7, True, True),
-    (250, 16, 2, 0, True, False),
-    (4096, 32, 3, 0, False, False),
+    (1, 8, 1, 0, True, False, "float32"),
+    (7, 16, 2, 7, False, True, "float32"),
+    (16, 32, 3, 7, True, False, "float32"),
+    (17, 8, 2, 7, True, True, "float32"),
+    (64, 16, 3, 0, False, False, "float32"),
+    (250, 32, 1, 7, False, True, "float32"),
+    (1000, 8, 3, 7, False, True, "float32"),
+    (4096, 16, 1, 7, True, True, "float32"),
+    (7, 32, 1, 0, True, True, "float32"),
+    (64, 8, 2, 7, True, True, "float32"),
+    (250, 16, 2, 0, True, False, "float32"),
+    (4096, 32, 3, 0, False, False, "float32"),
+    (17, 16, 2, 7, True, True, "int8"),
+    (250, 8, 3, 7, False, True, "int8"),
+    (64, 32, 2, 7, True, False, "int4"),
+    (1000, 16, 1, 7, False, True, "int4"),
 ]
 
 
-@pytest.mark.parametrize(("budget", "block_size", "stages", "mates", "caching", "tight"), SMOLLM2_CELLS)
-def test_cells_of_smollm2(budget: int, block_size: int, stages: int, mates: int, caching: bool, tight: bool) -> None:
+@pytest.mark.parametrize(("budget", "block_size", "stages", "mates", "caching", "tight", "dtype"), SMOLLM2_CELLS)
+def test_cells_of_smollm2(
+    budget: int, block_size: int, stages: int, mates: int, caching: bool, tight: bool, dtype: str
+) -> None:
     size = min(probe_size(budget, block_size), 300)
     requests = requests_for(49_152, budget, size, block_size, mates)
     most = max(-(-(len(tokens) + count) // block_size) for tokens, count in requests)
@@ -129,5 +141,6 @@ def test_cells_of_smollm2(budget: int, block_size: int, stages: int, mates: int,
         stages=stages,
         caching=caching,
         blocks=scarce,
+        dtype=dtype,
     )
     assert preempted or not (tight and mates)

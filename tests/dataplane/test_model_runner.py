@@ -103,7 +103,7 @@ def test_repetition_penalty_equals_generate_of_transformers(tmp_path: Path, pena
         assert server.tokens(key) == answer[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
 def test_bits_do_not_depend_on_budget_blocks_stages_or_mates(dtype: str, seen_logits: list[Tensor]) -> None:
     """SCH-3 on a random model whose KV memory is NaN beforehand."""
     source = RandomSource()
@@ -196,7 +196,7 @@ def test_memory_is_checked_at_start() -> None:
     assert (runner.info.num_blocks, runner.info.max_model_len) == (10, 160)
     with pytest.raises(ModelError, match="raise the KV memory or lower the block size"):
         build(source, 1, kv_memory=block)
-    with pytest.raises(ModelError, match="dtype float16 is not supported; supported: bfloat16, float32"):
+    with pytest.raises(ModelError, match="dtype float16 is not supported; supported: bfloat16, float32, int8, int4"):
         build(source, 1, dtype="float16")
     with pytest.raises(ModelError, match="attention backend magic is not known; known: cpu, reference"):
         build(source, 1, attention="magic")
@@ -210,5 +210,6 @@ def test_weights_that_are_not_finite_are_refused() -> None:
                 tensor[3, 4] = torch.nan
             return tensor
 
-    with pytest.raises(ModelError, match=r"tensor model\.layers\.2\.mlp\.up_proj\.weight of random holds values"):
-        build(Broken(), 1)
+    for dtype in ("float32", "int8", "int4"):
+        with pytest.raises(ModelError, match=r"tensor model\.layers\.2\.mlp\.up_proj\.weight of random holds values"):
+            build(Broken(), 1, dtype=dtype)

@@ -15,7 +15,7 @@ from evenflow.dataplane.models.config import (
 )
 from evenflow.dataplane.models.from_hf import config_from_hf
 from evenflow.dataplane.weights import open_model
-from evenflow.dataplane.weights.dequantise import widen
+from evenflow.dataplane.weights.dequantise import FOUR_BITS, four_bits, widen
 from evenflow.dataplane.weights.random import RANDOM_CONFIG, RandomSource, parse_random, write_hf_directory
 from gguf.constants import GGMLQuantizationType
 from gguf_files import write_gguf
@@ -46,6 +46,27 @@ def test_quantised_values_equal_the_public_implementation(tmp_path: Path, kind: 
         values = written.load(name).numpy()
         wanted = gguf.quants.dequantize(gguf.quants.quantize(values, type_), type_)
         assert np.array_equal(source.load(name).numpy(), wanted)
+
+
+@pytest.mark.parametrize("kind", FOUR_BITS)
+def test_weights_in_four_bits_are_those_of_the_file(kind: GGMLQuantizationType) -> None:
+    """To the bit, but for the scales of Q4_K, which are rounded to half precision."""
+    generator = np.random.default_rng(0)
+    per_block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    blocks = generator.integers(0, 256, (48, block_bytes), dtype=np.uint8)
+    blocks[:, :2] = (generator.standard_normal((48, 1)) * 0.01).astype(np.float16).view(np.uint8)
+    if kind != GGMLQuantizationType.Q4_0:
+        blocks[:, 2:4] = (generator.standard_normal((48, 1)) * 0.01).astype(np.float16).view(np.uint8)
+    raw, shape = blocks.reshape(-1), (6, 8 * per_block)
+    wanted = torch.from_numpy(gguf.quants.dequantize(raw.reshape(6, -1), kind).astype(np.float32))
+    weight = four_bits(raw, kind, shape)
+    assert weight.values.shape == shape and int(weight.values.max()) <= 15
+    found = weight.dequantised()
+    if kind == GGMLQuantizationType.Q4_K:
+        scales, minima = (part.float().abs().repeat_interleave(32, 1) for part in (weight.scales, weight.minima))
+        assert bool(((found - wanted).abs() <= (scales * 15 + minima) * 2.0**-11 * 1.01).all())
+    else:
+        assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize(("kind", "block_bytes"), [(GGMLQuantizationType.Q4_1, 20), (GGMLQuantizationType.Q8_0, 34)])

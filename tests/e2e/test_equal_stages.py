@@ -27,8 +27,8 @@ def prompts() -> tuple[tuple[int, ...], ...]:
 
 
 @cache
-def expected() -> tuple[tuple[int, ...], ...]:
-    runner = load_runner(MODEL, dtype="float32", kv_memory=64 << 20, threads=1)
+def expected(dtype: str) -> tuple[tuple[int, ...], ...]:
+    runner = load_runner(MODEL, dtype=dtype, kv_memory=64 << 20, threads=1)
     found: list[tuple[int, ...]] = []
     for tokens in prompts():
         limits = Limits(token_budget=4096, max_model_len=512, prefix_caching=False)
@@ -39,11 +39,16 @@ def expected() -> tuple[tuple[int, ...], ...]:
     return tuple(found)
 
 
-@pytest.mark.parametrize(("stages", "budget", "block_size"), [(1, 17, 32), (2, 64, 8), (3, 250, 16)])
-def test_real_processes_give_the_tokens_of_the_model_alone(stages: int, budget: int, block_size: int) -> None:
+@pytest.mark.parametrize(
+    ("stages", "budget", "block_size", "dtype"),
+    [(1, 17, 32, "float32"), (2, 64, 8, "float32"), (3, 250, 16, "float32"), (2, 64, 16, "int8")],
+)
+def test_real_processes_give_the_tokens_of_the_model_alone(
+    stages: int, budget: int, block_size: int, dtype: str
+) -> None:
     options = ("--stages", str(stages), "--token-budget", str(budget), "--block-size", str(block_size))
     # Another test may run on the other core: a second thread would wait for it again and again.
-    with live(MODEL, "--dtype", "float32", "--threads", "1", *options) as server:
+    with live(MODEL, "--dtype", dtype, "--threads", "1", *options) as server:
 
         async def ask() -> list[tuple[int, ...]]:
             async with AsyncClient(server.endpoint) as client:
@@ -51,4 +56,4 @@ def test_real_processes_give_the_tokens_of_the_model_alone(stages: int, budget: 
                 streams: list[Stream] = [await client.submit(tokens, max_tokens=NEW) for tokens in prompts()]
                 return [tuple([token async for chunk in stream for token in chunk.ids]) for stream in streams]
 
-        assert tuple(asyncio.run(ask())) == expected()
+        assert tuple(asyncio.run(ask())) == expected(dtype)
