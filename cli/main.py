@@ -17,6 +17,7 @@ from .cluster_commands import keys, launch, worker
 from .errors import MemoryShort, UsageError
 from .flags import SETTINGS, Admission, Dtype, LogLevel, Policy, env
 from .journal_commands import JournalFile, JournalIds, JournalSize, replay, whatif
+from .profile_commands import profile
 from .simulate_commands import capacity, simulate, tune
 
 app = typer.Typer(
@@ -444,7 +445,7 @@ def status(
     raise typer.Exit(run_status(url, as_json))
 
 
-for _command in (launch, worker, keys, bench, simulate, capacity, tune, replay, whatif):
+for _command in (launch, worker, keys, bench, simulate, capacity, tune, profile, replay, whatif):
     app.command(context_settings=SETTINGS)(_command)
 
 

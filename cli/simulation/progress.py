@@ -36,6 +36,6 @@ class Bar:
         if self._shown is not None:
             self._shown.stop()
 
-    def show(self, done: int, title: str | None = None) -> None:
+    def show(self, done: int, title: str | None = None, total: int | None = None) -> None:
         if self._shown is not None:
-            self._shown.update(self._task, completed=done, description=title)
+            self._shown.update(self._task, completed=done, description=title, total=total)

@@ -9,8 +9,8 @@ from itertools import islice, takewhile
 from pathlib import Path
 
 from ...control.core.slo import Slo, parse_slo
-from ...dataplane.simulated.device import load_device
 from ...dataplane.simulated.load import Entry, arrivals, constant, poisson, shuffled, traced
+from ...dataplane.simulated.profiled import Profile, load_description, shape_for
 from ...dataplane.simulated.refusal import CannotSimulate
 from ...dataplane.simulated.scenario import Scenario
 from ...dataplane.simulated.shape import load_shape
@@ -76,9 +76,10 @@ def make_scenario(flags: SystemFlags, slo: Slo | None = None) -> Scenario:
     if flags.block_size < 1 or flags.block_size & (flags.block_size - 1):
         raise UsageError(f"--block-size must be a power of two, got {flags.block_size}")
     try:
+        device = load_description(flags.device)
         scenario = Scenario(
-            shape=load_shape(flags.model),
-            device=load_device(flags.device),
+            shape=shape_for(device, flags.model) if isinstance(device, Profile) else load_shape(flags.model),
+            device=device,
             ranks=flags.ranks,
             stages=flags.stages,
             replicas=flags.replicas,

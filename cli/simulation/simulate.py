@@ -19,6 +19,7 @@ from ...control.core.events import SendPlan
 from ...control.wire import Result
 from ...dataplane.simulated.capacity import MOST_DELAY_S
 from ...dataplane.simulated.figures import Figures, Spread, summarise
+from ...dataplane.simulated.profiled import Profile, ProfiledCost
 from ...dataplane.simulated.record import Record
 from ...dataplane.simulated.scenario import Scenario
 from ...dataplane.simulated.world import World
@@ -41,8 +42,8 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """What came out. ``saturated``: requests waited longer and longer. ``seconds``: that it took to simulate, of this
-    process's CPU."""
+    """What came out. ``saturated``: requests waited longer and longer. ``beyond``: iterations larger than any that
+    was measured, on a device with a profile. ``seconds``: that it took to simulate, of this process's CPU."""
 
     figures: Figures
     iterations: int
@@ -51,6 +52,7 @@ class Simulated:
     rejected: int
     stages: list[Stage]
     saturated: bool
+    beyond: int
     seconds: float
 
 
@@ -100,9 +102,15 @@ def simulate(
         len(world.record.rejected),
         stages,
         is_saturated(world.record),
+        _beyond(world),
         time.process_time() - began,
     )
     return simulated, world
+
+
+def _beyond(world: World) -> int:
+    cost = world.stages[0].cost
+    return cost.beyond if isinstance(cost, ProfiledCost) else 0
 
 
 def run_simulate(
@@ -162,7 +170,9 @@ def text(scenario: Scenario, simulated: Simulated) -> str:
         ("E2E", figures.e2e),
     ]
     for name, spread in rows:
-        if spread.count:
+        if simulated.saturated and name != "TBT":
+            lines.append(f"{name:<22}{'past saturation':>20}")
+        elif spread.count:
             values = (spread.mean, spread.p50, spread.p90, spread.p99, spread.most)
             lines.append(f"{name:<22}" + "".join(f"{value * 1e3:>10.2f}" for value in values))
     lines += ["", f"{'idle seconds':<22}" + "".join(f"{name:>10}" for name in ("busy", *CAUSES))]
@@ -177,8 +187,13 @@ def text(scenario: Scenario, simulated: Simulated) -> str:
     lines += ["", f"Simulated in {simulated.seconds:.1f} s: {rate:,.0f} iterations/s."]
     if simulated.saturated:
         lines.append(
-            "Past saturation: requests wait longer and longer, so TTFT, delay and E2E say how long the load was, not"
-            " what its users would see."
+            "Past saturation: requests wait longer and longer, so TTFT, delay and E2E are as long as the load is, and"
+            " are not foretold. evenflow capacity finds the load that is served."
+        )
+    if simulated.beyond:
+        lines.append(
+            f"{simulated.beyond} of {simulated.iterations} iterations were larger than any that was measured: their"
+            " time is extrapolated."
         )
     return "\n".join(lines + notes(scenario))
 
@@ -199,6 +214,9 @@ def is_saturated(record: Record) -> bool:
 def notes(scenario: Scenario) -> list[str]:
     """What must be known to believe a figure."""
     device = scenario.device
+    if isinstance(device, Profile):
+        tried = device.probes or device.fit
+        return [f"Measured on {device.title}: iterations within {tried.p50:.1%} (P50) and {tried.p90:.1%} (P90)."]
     if not device.validated:
         return [f"Not validated: {device.title} is described from data sheets, nothing of it was measured."]
     scaled = [part for part in ("prefill", "decode") if part not in device.measured]
@@ -208,8 +226,9 @@ def notes(scenario: Scenario) -> list[str]:
 
 
 def as_object(scenario: Scenario, simulated: Simulated) -> dict[str, Any]:
-    """Ready for JSON. Times in seconds."""
+    """Ready for JSON. Times in seconds; past saturation those that only say how long the load was are ``None``."""
     figures = simulated.figures
+    held = not simulated.saturated
     return {
         "system": describe(scenario),
         "device_validated": scenario.device.validated,
@@ -225,11 +244,12 @@ def as_object(scenario: Scenario, simulated: Simulated) -> dict[str, Any]:
         "cached_tokens": simulated.cached_tokens,
         "preemptions": simulated.preemptions,
         "iterations": simulated.iterations,
-        "ttft": asdict(figures.ttft),
+        "extrapolated_iterations": simulated.beyond,
+        "ttft": asdict(figures.ttft) if held else None,
         "tbt": asdict(figures.tbt),
         "pooled_tbt": asdict(figures.pooled_tbt),
-        "scheduling_delay": asdict(figures.delay),
-        "e2e": asdict(figures.e2e),
+        "scheduling_delay": asdict(figures.delay) if held else None,
+        "e2e": asdict(figures.e2e) if held else None,
         "stages": [asdict(stage) for stage in simulated.stages],
         "cpu_seconds": simulated.seconds,
     }

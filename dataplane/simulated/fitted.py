@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 from .cost import Work
 
-_TERMS = 5
-#: Rounds of coordinate descent: far more than five terms need.
+#: Rounds of coordinate descent: far more than a few terms need.
 _ROUNDS = 2000
 
 
@@ -76,48 +75,59 @@ class FittedCost:
 def fit(measured: Sequence[Measured], extra_us: float = 0.0, transfer: int = 0) -> FittedCost:
     """The model of what was ``measured``, of which there must be something."""
     rows = [(1.0, m.prefill, m.attention, m.decodes, m.kv_tokens) for m in measured]
+    return FittedCost(least_squares(rows, [m.took_us for m in measured]), extra_us, transfer)
+
+
+def least_squares(rows: Sequence[Sequence[float]], took: Sequence[float]) -> list[float]:
+    """The coefficients, none of them negative, with which the terms of each row come nearest to what it ``took``:
+    the squares of the relative errors are least. There must be a row."""
+    terms = range(len(rows[0]))
     # Terms are brought to one scale, and each measurement counts by its relative error.
-    scales = [max(1e-9, *(row[i] for row in rows)) for i in range(_TERMS)]
-    gram = [[0.0] * _TERMS for _ in range(_TERMS)]
-    right = [0.0] * _TERMS
-    for row, m in zip(rows, measured, strict=True):
-        weight = 1.0 / max(m.took_us, 1.0)
-        scaled = [row[i] / scales[i] * weight for i in range(_TERMS)]
-        for i in range(_TERMS):
-            right[i] += scaled[i] * m.took_us * weight
-            for j in range(_TERMS):
+    scales = [max(1e-9, *(row[i] for row in rows)) for i in terms]
+    gram = [[0.0] * len(terms) for _ in terms]
+    right = [0.0] * len(terms)
+    for row, us in zip(rows, took, strict=True):
+        weight = 1.0 / max(us, 1.0)
+        scaled = [row[i] / scales[i] * weight for i in terms]
+        for i in terms:
+            right[i] += scaled[i] * us * weight
+            for j in terms:
                 gram[i][j] += scaled[i] * scaled[j]
-    found = [0.0] * _TERMS
+    found = [0.0] * len(terms)
     for _ in range(_ROUNDS):
         moved = 0.0
-        for i in range(_TERMS):
+        for i in terms:
             if gram[i][i] <= 0.0:
                 continue
-            rest = right[i] - sum(gram[i][j] * found[j] for j in range(_TERMS) if j != i)
+            rest = right[i] - sum(gram[i][j] * found[j] for j in terms if j != i)
             value = max(0.0, rest / gram[i][i])
             moved = max(moved, abs(value - found[i]))
             found[i] = value
         if moved < 1e-9 * max(found):
             break
-    return FittedCost([value / scale for value, scale in zip(found, scales, strict=True)], extra_us, transfer)
+    return [value / scale for value, scale in zip(found, scales, strict=True)]
 
 
 def residuals(cost: FittedCost, measured: Sequence[Measured]) -> Residuals:
     """Of ``cost`` on what it was fitted to, or on something else."""
-    if not measured:
+    return compared([cost.predict_us(m) for m in measured], [m.took_us for m in measured])
+
+
+def compared(predicted: Sequence[float], took: Sequence[float]) -> Residuals:
+    """Predictions beside what iterations really took."""
+    if not took:
         return Residuals(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    predicted = [cost.predict_us(m) for m in measured]
-    sizes = sorted(abs(p - m.took_us) / max(m.took_us, 1.0) for p, m in zip(predicted, measured, strict=True))
-    total = sum(m.took_us for m in measured)
-    mean = total / len(measured)
-    spread = sum((m.took_us - mean) ** 2 for m in measured)
-    left = sum((p - m.took_us) ** 2 for p, m in zip(predicted, measured, strict=True))
+    sizes = sorted(abs(p - t) / max(t, 1.0) for p, t in zip(predicted, took, strict=True))
+    total = sum(took)
+    mean = total / len(took)
+    spread = sum((t - mean) ** 2 for t in took)
+    left = sum((p - t) ** 2 for p, t in zip(predicted, took, strict=True))
 
     def at(share: float) -> float:
         return sizes[min(len(sizes) - 1, int(share * len(sizes)))]
 
     return Residuals(
-        len(measured),
+        len(took),
         sum(sizes) / len(sizes),
         at(0.50),
         at(0.90),

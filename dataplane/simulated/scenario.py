@@ -10,6 +10,7 @@ from ...control.core.slo import Slo
 from ...control.wire import Sample
 from .cost import DeviceCost, Work
 from .device import Device, Host
+from .profiled import Profile, ProfiledCost
 from .refusal import CannotSimulate
 from .shape import ModelShape
 from .world import ReplicaModel
@@ -25,7 +26,7 @@ class Scenario:
     """
 
     shape: ModelShape
-    device: Device
+    device: Device | Profile
     ranks: int = 1
     stages: int = 1
     replicas: int = 1
@@ -44,8 +45,15 @@ class Scenario:
     utilisation: float = 0.85
     blocks: int = 0
 
-    def cost(self) -> DeviceCost:
+    def cost(self) -> DeviceCost | ProfiledCost:
         """Raises ``CannotSimulate`` if the model cannot run so."""
+        if isinstance(self.device, Profile):
+            if self.ranks * self.stages != 1:
+                raise CannotSimulate(
+                    f"{self.device.title} was measured as one stage of one rank: it says nothing of {self.stages}"
+                    f" stages of {self.ranks}"
+                )
+            return ProfiledCost(self.device, self.speed)
         return DeviceCost(
             self.device, self.shape, ranks=self.ranks, stages=self.stages, host=self.host, speed=self.speed
         )
@@ -90,11 +98,11 @@ class Scenario:
         """Of each replica."""
         cost = self.cost()
         blocks = self.blocks or cost.num_blocks(self.block_size, self.utilisation)
-        profile = profile_of(cost) if self.slo is not None else ()
+        profile = profile_of(self.cost()) if self.slo is not None else ()
         return [ReplicaModel(cost, self.stages, blocks, profile)] * self.replicas
 
 
-def profile_of(cost: DeviceCost) -> tuple[Sample, ...]:
+def profile_of(cost: DeviceCost | ProfiledCost) -> tuple[Sample, ...]:
     """What the slowest stage's worker would measure of iterations of decodes and of chunks before it serves."""
     works = [Work(rows, rows, rows * context, [], rows, 0.0) for rows, context in ((1, 32), (16, 32), (16, 1024))]
     for taken, before in ((64, 0), (16, 0), (64, 1984), (256, 0), (1024, 0)):

@@ -55,7 +55,12 @@ def test_past_saturation_is_told() -> None:
     load = ["--prompt-tokens", "1000", "--output-tokens", "50", "-n", "150", "--json"]
     told = [json.loads(run("simulate", "mistral-7b", "--rate", rate, *load).stdout) for rate in ("2", "100")]
     assert [one["past_saturation"] for one in told] == [False, True]
-    assert "\nPast saturation: " in run("simulate", "mistral-7b", "--rate", "100", *load[:-1]).stdout
+    for name in ("ttft", "scheduling_delay", "e2e"):
+        assert told[0][name]["p50"] > 0 and told[1][name] is None
+    assert told[1]["tbt"]["p50"] > 0
+    lines = run("simulate", "mistral-7b", "--rate", "100", *load[:-1]).stdout.splitlines()
+    assert any(line.startswith("Past saturation: ") for line in lines)
+    assert "past saturation" in next(line for line in lines if line.startswith("TTFT "))
 
 
 def test_a_trace_at_its_own_times(tmp_path: Path) -> None:
