@@ -135,6 +135,9 @@ def worker_argv(
         *("--max-slots", str(min(_MOST_SLOTS, 2 * options.max_num_seqs))),
         *rest,
     ]
+    if options.simulate is not None:
+        device = ["--device", options.simulate, "--blank", "--vocab-size", str(_SCRIPTED_VOCAB)]
+        return [*_python("dataplane.simulated"), *place, "--model", options.model, *device, *options.worker_args]
     if options.scripted:
         timing = ["--step-ms", f"{options.step_ms:g}", "--vocab-size", str(_SCRIPTED_VOCAB)]
         return [*_python("dataplane.simulated"), *place, "--model", SCRIPTED, *timing, *options.worker_args]

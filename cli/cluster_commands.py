@@ -55,6 +55,7 @@ def worker(
         float | None,
         typer.Option("--timeout", metavar="SECONDS", show_default="never", help="Give up if nobody answers."),
     ] = None,
+    simulate: Annotated[str | None, typer.Option("--simulate", metavar="DEVICE", help="As for serve.")] = None,
     step_ms: Annotated[float, typer.Option("--step-ms", hidden=True, help="Scripted workers' iteration.")] = 5.0,
     worker_arg: Annotated[
         list[str] | None, typer.Option("--worker-arg", hidden=True, help="An argument for scripted workers.")
@@ -69,6 +70,7 @@ def worker(
         dtype=dtype.value,
         kv_cache_memory=None if kv_cache_memory is None else parse_bytes(kv_cache_memory),
         attention_backend=attention_backend,
+        simulate=simulate,
         step_ms=step_ms,
         worker_args=tuple(worker_arg or ()),
         threads=threads,

@@ -18,7 +18,7 @@ from .errors import MemoryShort, UsageError
 from .flags import SETTINGS, Admission, Dtype, LogLevel, Policy, env
 from .journal_commands import JournalFile, JournalIds, JournalSize, replay, whatif
 from .profile_commands import profile
-from .simulate_commands import capacity, simulate, tune
+from .simulate_commands import Simulated, capacity, simulate, tune
 
 app = typer.Typer(
     name="evenflow",
@@ -274,6 +274,7 @@ def serve(
     journal: JournalFile = None,
     journal_ids: JournalIds = False,
     journal_size: JournalSize = "256M",
+    simulate: Simulated = None,
     step_ms: Annotated[
         float,
         typer.Option("--step-ms", envvar=env("step_ms"), hidden=True, help="Scripted workers' iteration."),
@@ -327,6 +328,7 @@ def serve(
             journal=None if journal is None else str(journal.absolute()),
             journal_ids=journal_ids,
             journal_size=parse_bytes(journal_size, "--journal-size"),
+            simulate=simulate,
             step_ms=step_ms,
             worker_args=tuple(worker_arg or ()),
         )

@@ -18,6 +18,8 @@ from ..control.core.slo import parse_slo
 from ..control.options import JOURNAL_BYTES
 from ..control.wire.keys import KeyFault, Role, server_keys
 from ..control.wire.location import ModelNotFound, locate_model
+from ..dataplane.simulated.refusal import CannotSimulate
+from ..dataplane.simulated.scenario import served_cost
 from .errors import MemoryShort, UsageError
 
 #: Most tokens of an iteration that time bounds, unless told.
@@ -102,6 +104,8 @@ class ServeOptions:
     journal: str | None = None
     journal_ids: bool = False
     journal_size: int = JOURNAL_BYTES
+    #: Devices whose time simulated workers take, such as ``4xh100`` for each stage; None: the model is computed.
+    simulate: str | None = None
     #: Planned duration of an iteration of a scripted worker, in milliseconds.
     step_ms: float = 5.0
     #: More arguments for scripted workers.
@@ -112,7 +116,8 @@ class ServeOptions:
 
     @property
     def scripted(self) -> bool:
-        return self.model == SCRIPTED
+        """Whether nothing is computed."""
+        return self.model == SCRIPTED or self.simulate is not None
 
     @property
     def workers(self) -> int:
@@ -207,7 +212,9 @@ def _refuse(options: ServeOptions) -> str | None:
     if o.policy not in POLICIES:
         return f"--policy {o.policy} is not one of {', '.join(POLICIES)}."
     if o.worker_args and not o.scripted:
-        return f"--worker-arg is for the model {SCRIPTED} only."
+        return f"--worker-arg is for --simulate and the model {SCRIPTED} only."
+    if o.simulate is not None and o.model == SCRIPTED:
+        return f"--simulate needs a model with sizes, which {SCRIPTED} has not."
     if o.scripted and o.step_ms < 0:
         return f"--step-ms {o.step_ms:g} is negative."
     if o.dtype not in DTYPES:
@@ -284,6 +291,11 @@ def check_journal(options: ServeOptions) -> None:
 
 def check_model(options: ServeOptions) -> None:
     """Raises ``UsageError`` if there is no such model on this machine."""
+    if options.simulate is not None:
+        try:
+            served_cost(options.model, options.simulate, max(1, options.stages))
+        except CannotSimulate as error:
+            raise UsageError(f"--simulate {options.simulate}: {error}.") from None
     if options.scripted:
         return
     try:

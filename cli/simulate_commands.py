@@ -6,8 +6,18 @@ from typing import Annotated
 import typer
 
 from .bench_commands import Arrivals
-from .flags import Admission, Policy
+from .flags import Admission, Policy, env
 
+#: Of ``serve``.
+Simulated = Annotated[
+    str | None,
+    typer.Option(
+        "--simulate",
+        metavar="DEVICE",
+        envvar=env("simulate"),
+        help="Compute nothing, but take as long as on DEVICE, or so many of it a stage, 4xh100: docs/simulate.md.",
+    ),
+]
 _Model = Annotated[
     str,
     typer.Argument(

@@ -10,6 +10,9 @@ from pathlib import Path
 from ..batch import Runner
 from ..worker import add_worker_arguments, run_worker
 from .blank import BlankRunner
+from .modelled import timing_of
+from .refusal import CannotSimulate
+from .scenario import served_cost
 from .scripted import ScriptedRunner
 from .shadow import DEFAULT_VOCAB, ShadowRunner
 
@@ -25,11 +28,26 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--eos-id", type=int, default=0)
     parser.add_argument("--tile", type=int, default=0)
-    parser.add_argument("--blank", action="store_true", help="keep no shadow of the cache: ids follow from positions")
+    parser.add_argument(
+        "--blank",
+        action=argparse.BooleanOptionalAction,
+        help="keep no shadow of the cache: ids follow from positions",
+    )
+    parser.add_argument("--device", default=None, help="take the time that --model takes on it: h100, 4xh100, a file")
     parser.add_argument("--script", type=Path, default=None, help="JSON list of ids that every request outputs")
     parser.add_argument("--crash-on", type=int, default=None, metavar="ID", help="exit when a batch has this id")
     parser.add_argument("--hang-on", type=int, default=None, metavar="ID", help="hang when a batch has this id")
     arguments = parser.parse_args(argv)
+    timing = None
+    if arguments.device is not None:
+        try:
+            shape, cost = served_cost(arguments.model, arguments.device, arguments.stages)
+        except CannotSimulate as error:
+            print(f"evenflow: {error}", file=sys.stderr)
+            return 1
+        timing = timing_of(cost, arguments.stage)
+        arguments.model, arguments.max_model_len = shape.name, shape.max_len
+        arguments.num_blocks = cost.num_blocks(arguments.block_size)
 
     def load() -> Runner:
         inner: Runner = ShadowRunner(
@@ -50,6 +68,7 @@ def main(argv: list[str] | None = None) -> int:
             inner,
             arguments.step_ms / 1e3,
             arguments.token_us / 1e6,
+            timing=timing,
             crash_on=arguments.crash_on,
             hang_on=arguments.hang_on,
         )

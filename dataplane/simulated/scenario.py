@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from ...control.core.bounds import POLICIES, WHOLE_PROMPTS, iteration_tokens
@@ -10,10 +11,12 @@ from ...control.core.slo import Slo
 from ...control.wire import Sample
 from .cost import DeviceCost, Work
 from .device import Device, Host
-from .profiled import Profile, ProfiledCost
+from .profiled import Profile, ProfiledCost, load_description, shape_for
 from .refusal import CannotSimulate
-from .shape import ModelShape
+from .shape import ModelShape, load_shape
 from .world import ReplicaModel
+
+_SEVERAL = re.compile(r"([1-9]\d{0,3})x(.+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,3 +115,19 @@ def profile_of(cost: DeviceCost | ProfiledCost) -> tuple[Sample, ...]:
         took = max(cost.stage_us(stage, work) for stage in range(cost.stages))
         samples.append(Sample(work.tokens - work.decodes, int(work.attention), work.decodes, work.kv_tokens, took))
     return tuple(samples)
+
+
+def parse_devices(text: str) -> tuple[int, str]:
+    """``4xh100`` → (4, "h100"): tensor-parallel ranks of a stage, and what they are."""
+    several = _SEVERAL.fullmatch(text)
+    return (1, text) if several is None else (int(several[1]), several[2])
+
+
+def served_cost(model: str, devices: str, stages: int) -> tuple[ModelShape, DeviceCost | ProfiledCost]:
+    """``model`` on ``stages`` of ``devices`` (``parse_devices``). Raises ``CannotSimulate``."""
+    ranks, name = parse_devices(devices)
+    device = load_description(name)
+    shape = shape_for(device, model) if isinstance(device, Profile) else load_shape(model)
+    cost = Scenario(shape, device, ranks=ranks, stages=stages).cost()
+    cost.num_blocks(16)
+    return shape, cost

@@ -15,6 +15,7 @@ from ...control.wire import Sample
 from ..batch import Finished, ModelInfo, Runner, StageBatch
 from ..profile import SHAPES
 from .alarm import Alarm
+from .modelled import Timing, constant_timing
 
 #: Work between two iterations shorter than this does not delay the device's timeline: a device has a queue.
 HOST_SLACK_S = 1e-3
@@ -32,7 +33,7 @@ def _hang_for_ever() -> None:
 
 class ScriptedRunner:
     """``inner`` on a device that needs ``step_s`` seconds an iteration and ``per_token_s`` for each of its
-    tokens.
+    tokens, or what ``timing`` says.
 
     Iterations that follow each other without a pause end at exact multiples of their cost: each ends at its
     deadline, so that neither noticing it late nor the host's work between two of them adds up. What ``inner``
@@ -50,6 +51,7 @@ class ScriptedRunner:
         step_s: float = 0.0,
         per_token_s: float = 0.0,
         *,
+        timing: Timing | None = None,
         crash_on: int | None = None,
         hang_on: int | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -58,8 +60,8 @@ class ScriptedRunner:
         hang: Callable[[], None] = _hang_for_ever,
     ) -> None:
         self._inner = inner
-        self._step_s = step_s
-        self._per_token_s = per_token_s
+        #: Of an iteration; None if it is only what ``inner`` takes.
+        self._timing = constant_timing(step_s, per_token_s) if step_s or per_token_s else timing
         self._crash_on = crash_on
         self._hang_on = hang_on
         self._clock = clock
@@ -69,7 +71,7 @@ class ScriptedRunner:
         self._free_at = -1.0
         self._ends_at = -1.0
         self._finished: Finished
-        self._alarm = Alarm() if step_s or per_token_s else None
+        self._alarm = None if self._timing is None else Alarm()
 
     @property
     def info(self) -> ModelInfo:
@@ -86,22 +88,24 @@ class ScriptedRunner:
         self._inner.warm_up(tokens)
 
     def profile(self, tokens: int) -> list[Sample]:
+        timing = self._timing
+        if timing is None:
+            return []
         return [
-            Sample(
-                shape.prefill,
-                shape.attention,
-                shape.decodes,
-                shape.kv_tokens,
-                _microseconds(self._step_s + self._per_token_s * shape.tokens),
-            )
+            Sample(shape.prefill, shape.attention, shape.decodes, shape.kv_tokens, _microseconds(timing.shape(shape)))
             for shape in SHAPES
-            if shape.tokens <= tokens and (self._step_s or self._per_token_s)
+            if shape.tokens <= tokens
         ]
 
     def launch(self, batch: StageBatch, hidden: NDArray[np.uint8] | None) -> None:
         now = self._clock()
-        begin = self._free_at if now - self._free_at < HOST_SLACK_S else now
-        self._free_at = begin + self._step_s + self._per_token_s * batch.num_tokens
+        timing = self._timing
+        took = 0.0 if timing is None else timing.batch(batch)
+        begin = self._free_at
+        if now - begin >= HOST_SLACK_S:
+            # The device waited for its input, whose way here takes time; else that passed while it worked.
+            begin = now if timing is None else now + timing.arrival(batch)
+        self._free_at = begin + took
         if self._crash_on is not None and self._has(batch, hidden, self._crash_on):
             self._crash()
         if self._hang_on is not None and self._has(batch, hidden, self._hang_on):
