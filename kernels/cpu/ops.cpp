@@ -7,12 +7,12 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
-#include <atomic>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "level.h"
+#include "pool.h"
 
 namespace evenflow {
 
@@ -46,16 +46,8 @@ const Level* current = supported().back();
 // Runs `body(unit)` for all units, on as many threads as torch has.
 template <typename Body>
 void each_unit(int64_t units, const Body& body) {
-    const int64_t threads = std::min<int64_t>(units, torch::stable::get_num_threads());
-    if (threads <= 1) {
-        for (int64_t unit = 0; unit < units; ++unit) body(unit);
-        return;
-    }
-    std::atomic<int64_t> next{0};
-    torch::stable::parallel_for(0, threads, 1, [&](int64_t first, int64_t last) {
-        for (int64_t thread = first; thread < last; ++thread)
-            for (int64_t unit; (unit = next.fetch_add(1, std::memory_order_relaxed)) < units;) body(unit);
-    });
+    pool().run(torch::stable::get_num_threads(), units,
+               [](const void* context, int64_t unit) { (*static_cast<const Body*>(context))(unit); }, &body);
 }
 
 float* scratch(int64_t floats) {
