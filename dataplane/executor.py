@@ -17,7 +17,7 @@ has its outcome.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,6 +54,10 @@ class SampledIds:
     slots: Int64
     generations: Int64
     ids: Int64
+
+
+#: Given a step, and its hidden states or its sampled ids.
+PassOn = Callable[[int, NDArray[np.uint8] | None, SampledIds | None], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,8 +351,10 @@ class StageExecutor:
         self._running = self._queue.popleft()
         return by_itself
 
-    def collect(self) -> Outcome:
-        """Wait for the launched iteration and take what it left."""
+    def collect(self, pass_on: PassOn | None = None) -> Outcome:
+        """Wait for the launched iteration and take what it left. ``pass_on`` is given what the next stage waits for,
+        before anything else is done with it.
+        """
         queued, self._running = self._running, None
         if queued is None or queued.batch is None:
             raise RuntimeError("nothing runs")
@@ -357,13 +363,18 @@ class StageExecutor:
             finished = self.runner.collect()
         else:
             finished = Finished(_NO_IDS, now := now_us(), now)
+        hidden = None if self.last or not batch.num_tokens else finished.output
         sampled = None
+        if hidden is not None and pass_on is not None:
+            pass_on(batch.step, hidden, None)
         if self.last and batch.receivers is not None and len(batch.receivers.slots):
             receivers = batch.receivers
             ids = finished.output.astype(np.int64)
             sampled = SampledIds(batch.step, receivers.slots, receivers.generations, ids)
             if self.first:
                 self.take_ids(sampled)
+            elif pass_on is not None:
+                pass_on(batch.step, None, sampled)
             if batch.sampling is not None and batch.sampling.extras:
                 remember(batch.sampling.extras, ids)
         return Outcome(
@@ -372,7 +383,7 @@ class StageExecutor:
             received_us=queued.received_us,
             started_us=finished.started_us,
             ended_us=finished.ended_us,
-            hidden=None if self.last or not batch.num_tokens else finished.output,
+            hidden=hidden,
             sampled=sampled,
             digest=queued.digest,
             logprobs=finished.logprobs,

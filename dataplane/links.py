@@ -107,13 +107,15 @@ class Inlet:
 
     def read(self) -> bytes:
         """What has come."""
-        parts: list[bytes] = []
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                parts.append(os.read(self.descriptor, _READ_BYTES))
-                if len(parts[-1]) < _READ_BYTES:
-                    break
-        return b"".join(parts)
+        data = b""
+        while True:
+            try:
+                part = os.read(self.descriptor, _READ_BYTES)
+            except BlockingIOError:
+                return data
+            data = data + part if data else part
+            if len(part) < _READ_BYTES:
+                return data
 
     def close(self) -> None:
         os.close(self.descriptor)

@@ -34,7 +34,9 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
+import numpy as np
 import zmq
+from numpy.typing import NDArray
 
 from ..control.wire import (
     BatchPlan,
@@ -56,7 +58,7 @@ from ..control.wire.keys import DialKeys, dial_keys
 from ..control.wire.lifeline import ParentGone, die_with_parent
 from ..control.wire.sockets import close_context, new_context
 from .batch import Runner, now_us
-from .executor import Limits, Outcome, StageExecutor
+from .executor import Limits, Outcome, SampledIds, StageExecutor
 from .links import LinkBroken, StageLinks
 from .meeting import host_identity, meet_at, part
 from .slots import PlanRefused
@@ -115,6 +117,7 @@ class Worker:
         #: The outcome of which control has not been told, with the idle and starved time before it.
         self._owed: tuple[Outcome, int, int] | None = None
         self._reads_hidden = False
+        self._broken: LinkBroken | None = None  #: what the last iteration left could not be passed on
         self._beat_us = self._ended_us + HEARTBEAT_US
         self._complaint_us = 0
         #: The instance that last asked for another hello, and when.
@@ -177,8 +180,13 @@ class Worker:
         """Wait for something to do, and do it unless it is an iteration to launch."""
         wait_us = 0 if at_once or self._inbox else max(0, self._beat_us - now_us())
         ready = poller.poll(-(-wait_us // 1000))
-        if poller is self._running_poller and any(source == self._done for source, _ in ready):
-            self._finish()
+        if poller is self._running_poller:
+            for source, _ in ready:
+                if source == self._done:
+                    self._finish()
+                    return
+        elif len(ready) == 1 and self._links is not None and ready[0][0] == self._links.inbound and not self._inbox:
+            # The inputs that the device waits for, and nothing else: messages have time until it runs.
             return
         self._receive(now_us())
         self._handle_inbox()
@@ -336,26 +344,30 @@ class Worker:
         """Take what the iteration left, and give it to the stage that waits for it."""
         links, executor = self._links, self._executor
         assert links is not None
-        outcome = executor.collect()
-        broken: LinkBroken | None = None
-        try:
-            if outcome.hidden is not None:
-                links.send_hidden(outcome.step, outcome.hidden)
-            elif outcome.sampled is not None and not executor.first:
-                links.send_ids(outcome.sampled)
-            if self._reads_hidden:
-                links.finish_hidden()
-        except LinkBroken as error:
-            broken = error
+        self._broken = None
+        outcome = executor.collect(self._pass_on)
+        if self._reads_hidden:
+            links.finish_hidden()
         idle_us = max(0, outcome.started_us - self._ended_us)
         starved_us = min(idle_us, max(0, outcome.received_us - self._ended_us))
         self._ended_us = outcome.ended_us
         self._owed = outcome, idle_us, starved_us
-        if broken is not None:
-            self._break(broken)
+        if self._broken is not None:
+            self._break(self._broken)
         if not executor.queued:
             # A plan that has come by now is known to have been there.
             self._receive(outcome.ended_us)
+
+    def _pass_on(self, step: int, hidden: NDArray[np.uint8] | None, sampled: SampledIds | None) -> None:
+        """Give the next stage what it waits for."""
+        assert self._links is not None
+        try:
+            if hidden is not None:
+                self._links.send_hidden(step, hidden)
+            elif sampled is not None:
+                self._links.send_ids(sampled)
+        except LinkBroken as error:
+            self._broken = error
 
     def _settle(self) -> None:
         """Send control the result that it is owed."""
