@@ -138,6 +138,101 @@ void gather(const Attention& a, const int32_t* table, int64_t head, int64_t firs
     }
 }
 
+// Scores of ROWS queries for `count` vectors of keys, each from a block's place on; `next` is what is wanted soon.
+template <typename T, int ROWS, int COUNT>
+void score(const float* queries, int64_t dim, int64_t size, const T* const* keys, const char* const* next, float* to) {
+    F sum[COUNT][ROWS];
+    _Pragma("GCC unroll 8") for (int v = 0; v < COUNT; ++v)
+        _Pragma("GCC unroll 8") for (int row = 0; row < ROWS; ++row) sum[v][row] = F{};
+    for (int64_t d = 0; d < dim; ++d) {
+        _Pragma("GCC unroll 8") for (int v = 0; v < COUNT; ++v) {
+            const F line = load_wide(keys[v] + d * size);
+            __builtin_prefetch(next[v] + d * LANES * sizeof(T));
+            _Pragma("GCC unroll 8") for (int row = 0; row < ROWS; ++row)
+                sum[v][row] += splat(queries[row * dim + d]) * line;
+        }
+    }
+    _Pragma("GCC unroll 8") for (int v = 0; v < COUNT; ++v)
+        _Pragma("GCC unroll 8") for (int row = 0; row < ROWS; ++row) store(to + row * TILE + v * LANES, sum[v][row]);
+}
+
+// Vectors of keys that few queries look at together.
+constexpr int KEYS_AT_ONCE = 4;
+
+// The scores of a tile's keys, and then what its values add to `result`: as `mix_columns` of gathered tiles does, by the
+// same chains of operations, but straight from the blocks. Worth it where a gathered tile would be used by few rows.
+template <typename T, int ROWS>
+void score_tile(const Attention& a, const int32_t* table, int64_t head, int64_t first, int64_t count,
+                const float* queries, float* scores) {
+    const int64_t size = a.block_size, dim = a.dim;
+    const T* keys[KEYS_AT_ONCE];
+    const char* next[KEYS_AT_ONCE];
+    for (int64_t from = 0; from < count;) {
+        int together = 0;
+        const int64_t start = from;
+        for (; together < KEYS_AT_ONCE && from < count; ++together, from += LANES) {
+            const int64_t key = first + from, block = (table[key / size] * a.kv_heads + head) * size * dim;
+            keys[together] = static_cast<const T*>(a.keys) + block + key % size;
+            // The values of the same keys come next.
+            next[together] = reinterpret_cast<const char*>(static_cast<const T*>(a.values) + block + key % size * dim);
+        }
+        float* to = scores + start;
+        if (together == KEYS_AT_ONCE)
+            score<T, ROWS, KEYS_AT_ONCE>(queries, dim, size, keys, next, to);
+        else
+            for (int v = 0; v < together; ++v) score<T, ROWS, 1>(queries, dim, size, keys + v, next + v, to + v * LANES);
+    }
+}
+
+template <typename T, int ROWS>
+void add_tile(const Attention& a, const int32_t* table, int64_t head, int64_t first, int64_t count,
+              const float* weights, float* result) {
+    const int64_t size = a.block_size, dim = a.dim;
+    for (int64_t column = 0; column < dim; column += VECTORS * LANES) {
+        F sum[ROWS][VECTORS];
+        _Pragma("GCC unroll 8") for (int row = 0; row < ROWS; ++row)
+            _Pragma("GCC unroll 8") for (int v = 0; v < VECTORS; ++v)
+                sum[row][v] = load(result + row * dim + column + v * LANES);
+        for (int64_t key = first; key < first + count;) {
+            const int64_t block = (table[key / size] * a.kv_heads + head) * size * dim, offset = key % size;
+            const int64_t taken = size - offset < first + count - key ? size - offset : first + count - key;
+            const T* line = static_cast<const T*>(a.values) + block + offset * dim + column;
+            const float* weight = weights + key - first;
+            for (int64_t i = 0; i < taken; ++i, line += dim) {
+                F value[VECTORS];
+                _Pragma("GCC unroll 8") for (int v = 0; v < VECTORS; ++v) value[v] = load_wide(line + v * LANES);
+                _Pragma("GCC unroll 8") for (int row = 0; row < ROWS; ++row) {
+                    const F factor = splat(weight[row * TILE + i]);
+                    _Pragma("GCC unroll 8") for (int v = 0; v < VECTORS; ++v) sum[row][v] += factor * value[v];
+                }
+            }
+            key += taken;
+        }
+        _Pragma("GCC unroll 8") for (int row = 0; row < ROWS; ++row)
+            _Pragma("GCC unroll 8") for (int v = 0; v < VECTORS; ++v)
+                store(result + row * dim + column + v * LANES, sum[row][v]);
+    }
+}
+
+template <typename T>
+struct Direct {
+    void (*score)(const Attention&, const int32_t*, int64_t, int64_t, int64_t, const float*, float*);
+    void (*add)(const Attention&, const int32_t*, int64_t, int64_t, int64_t, const float*, float*);
+};
+
+// For so many rows, or none.
+template <typename T>
+Direct<T> direct(const Attention& a, int64_t rows) {
+    if (a.block_size % LANES || a.dim % (VECTORS * LANES)) return {};
+    switch (rows) {
+        case 1: return {score_tile<T, 1>, add_tile<T, 1>};
+        case 2: return {score_tile<T, 2>, add_tile<T, 2>};
+        case 3: return {score_tile<T, 3>, add_tile<T, 3>};
+        case 4: return {score_tile<T, 4>, add_tile<T, 4>};
+        default: return {};
+    }
+}
+
 template <typename T>
 void attend_as(const Attention& a, int64_t row, int64_t head, int64_t begin, int64_t end, float* scratch) {
     const int64_t dim = a.dim, group = a.heads / a.kv_heads, padded = (dim + 15) / 16 * 16;
@@ -154,6 +249,7 @@ void attend_as(const Attention& a, int64_t row, int64_t head, int64_t begin, int
     float* peak = result + rows * padded;
     float* total = peak + rows;
     const float scale = a.scale * 1.44269504f;  // weights are powers of two
+    const Direct<T> straight = direct<T>(a, rows);
     for (int64_t r = 0; r < rows; ++r) {
         const float* from = a.q + (begin + r / group) * a.q_stride + (head * group + r % group) * dim;
         for (int64_t d = 0; d < dim; ++d) queries[r * dim + d] = from[d] * scale;
@@ -163,14 +259,21 @@ void attend_as(const Attention& a, int64_t row, int64_t head, int64_t begin, int
     }
     for (int64_t first = lowest / TILE * TILE; first < last; first += TILE) {
         const int64_t count = last - first < TILE ? last - first : TILE;
-        gather<T>(a, table, head, first, count, keys, values);
-        mix_columns<false>(queries, dim, rows, dim, keys, TILE, scores, TILE);
+        if (straight.score) {
+            straight.score(a, table, head, first, count, queries, scores);
+        } else {
+            gather<T>(a, table, head, first, count, keys, values);
+            mix_columns<false>(queries, dim, rows, dim, keys, TILE, scores, TILE);
+        }
         for (int64_t r = 0; r < rows; ++r) {
             const int64_t at = position + r / group, to = at + 1 - first;
             const int64_t from = a.window ? at - a.window + 1 - first : 0;
             weigh(scores + r * TILE, from, to, peak + r, total + r, result + r * padded, padded);
         }
-        mix_columns<true>(scores, TILE, rows, count, values, padded, result, padded);
+        if (straight.add)
+            straight.add(a, table, head, first, count, scores, result);
+        else
+            mix_columns<true>(scores, TILE, rows, count, values, padded, result, padded);
     }
     for (int64_t r = 0; r < rows; ++r) {
         float* to = a.out + (begin + r / group) * a.out_stride + (head * group + r % group) * dim;

@@ -3,6 +3,10 @@
 
 #include <cstdint>
 
+#if LANES > 4
+#include <immintrin.h>
+#endif
+
 namespace {
 
 #define ALWAYS inline __attribute__((always_inline))
@@ -27,8 +31,15 @@ ALWAYS F high_half(U pair) { return (F)(pair & 0xffff0000u); }
 // Values of either type, as float; LANES of them, or one.
 ALWAYS F load_wide(const float* at) { return load(at); }
 ALWAYS F load_wide(const uint16_t* at) {
+    // Compilers make several instructions of the general form, on the one port that all of them want.
+#if LANES == 16
+    return (F)((U)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at))) << 16);
+#elif LANES == 8
+    return (F)((U)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at))) << 16);
+#else
     const H halves = *reinterpret_cast<const HU*>(at);
     return (F)(__builtin_convertvector(halves, U) << 16);
+#endif
 }
 ALWAYS float wide(float value) { return value; }
 ALWAYS float wide(uint16_t value) { return __builtin_bit_cast(float, (uint32_t)value << 16); }
