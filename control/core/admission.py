@@ -15,6 +15,7 @@ from ..wire import Register
 from .blocks import NO_MATCH, BlockPool, Match
 from .packing import pack_u32
 from .sequence import Phase, Sequence
+from .sharing import awaits_prefix
 
 if TYPE_CHECKING:
     from .replica import Replica
@@ -35,14 +36,17 @@ def admit(replica: Replica, room: int) -> Sequence | None:
         if replica.running or replica.settling or replica.inflight:
             return None
         replica.alone = head
-    if _start(replica, head):
+    aligns = replica.limits.await_prefix
+    if not (aligns and awaits_prefix(replica, head)) and _start(replica, head):
         return head
     replica.alone = None
     overtakes = replica.limits.overtakes
     if head.passed >= overtakes:
         return None
     for seq in waiting.behind(overtakes):
-        if seq.known <= room and seq.deaths < 2 and _start(replica, seq):
+        if seq.known > room or seq.deaths > 1 or (aligns and awaits_prefix(replica, seq)):
+            continue
+        if _start(replica, seq):
             head.passed += 1
             return seq
     return None
@@ -108,13 +112,20 @@ def _start(replica: Replica, seq: Sequence) -> bool:
     if match.blocks:
         pool.claim(seq, match)
     seq.table += pool.alloc(need)
-    cached = seq.computed = match.blocks * pool.block_size
-    seq.phase = Phase.PREFILL
-    waiting.started(seq)
+    cached = match.blocks * pool.block_size
     if not seq.generation:
         seq.cached = cached
     replica.cache_queries += known
     replica.cache_hits += cached
+    begin(replica, seq, cached)
+    return True
+
+
+def begin(replica: Replica, seq: Sequence, computed: int) -> None:
+    """Let ``seq``, which has its blocks and ``computed`` tokens in them, run in a free slot; workers are told."""
+    seq.computed = computed
+    seq.phase = Phase.PREFILL
+    replica.waiting.started(seq)
     slot = heappop(replica.free_slots)
     replica.generations[slot] += 1
     seq.slot, seq.generation = slot, replica.generations[slot]
@@ -132,7 +143,7 @@ def _start(replica: Replica, seq: Sequence) -> bool:
             seq.order,
             seq.tokens,
             seq.prompt_len,
-            cached,
+            computed,
             pack_u32(seq.table),
             seq.max_len,
             seq.min_len,
@@ -140,4 +151,3 @@ def _start(replica: Replica, seq: Sequence) -> bool:
             seq.sampling,
         )
     )
-    return True

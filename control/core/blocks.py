@@ -26,7 +26,7 @@ from collections import OrderedDict
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from .sequence import Sequence
+from .sequence import Holder, Sequence
 
 
 class Node:
@@ -168,7 +168,7 @@ class BlockPool:
         seq.node = node
         seq.named = full
 
-    def release(self, seq: Sequence) -> None:
+    def release(self, seq: Holder) -> None:
         """Give back everything that ``seq`` holds. Named blocks stay cached, the others are free."""
         node = seq.node
         lru = self._lru

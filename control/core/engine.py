@@ -7,6 +7,7 @@ each replica plan ahead. A replica that is lost gives its requests to the others
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -23,6 +24,7 @@ from .events import (
     Ended,
     Event,
     Limits,
+    Moved,
     OwnerLost,
     Rejected,
     ReplicaLost,
@@ -32,6 +34,7 @@ from .events import (
     Wake,
 )
 from .expiry import Expiry
+from .migration import Migration
 from .orders import assign, make_ledger
 from .replica import Replica
 from .sequence import Phase, Sequence
@@ -70,6 +73,9 @@ class Engine:
         self._homes: dict[Sequence, Replica] = {}
         self._budgets: dict[int, Budget] = {}  #: by replica, if they are in seconds
         self._ready: list[Replica] = []  #: the replicas, ready to be walked through
+        self._entrances: list[Replica] = []  #: those that take requests
+        #: Of sequences from the replicas that compute prompts to those that decode, if they are not the same.
+        self.migration = Migration() if limits.prefill_replicas else None
         self._handlers: dict[type[Any], Callable[[Any, list[Effect]], None]] = {
             Returned: self._returned,
             Submitted: self._submitted,
@@ -78,6 +84,7 @@ class Engine:
             ReplicaUp: self._replica_up,
             ReplicaLost: self._replica_lost,
             Due: self._due,
+            Moved: self._moved,
         }
 
     def step(self, event: Event, now: float) -> list[Effect]:
@@ -93,15 +100,12 @@ class Engine:
             self._expire(late)
         if self.parked:
             self._unpark(late)
-        wake = inf
-        for replica in self._ready:
-            if len(replica.inflight) <= replica.stages:
-                while (plan := replica.plan_next(now)) is not None:
-                    effects.append(plan)
-            if replica.ended:
-                late.append(replica.take_ended())
-            if replica.due < wake:
-                wake = replica.due
+        if self.migration is not None:
+            self._migrate(self.migration, effects)
+        wake = self._plan(now, effects, late)
+        while self.migration is not None and self._migrate(self.migration, effects):
+            # What was preempted goes to another replica, which may have been passed already.
+            wake = self._plan(now, effects, late)
         expiry = self.expiry.next()
         if expiry < wake:
             wake = expiry
@@ -114,6 +118,19 @@ class Engine:
                 self._forget(effect)
         effects += late
         return effects
+
+    def _plan(self, now: float, effects: list[Effect], late: list[Effect]) -> float:
+        """Let all replicas plan ahead; returns when the first of them wants to be asked again."""
+        wake = inf
+        for replica in self._ready:
+            if len(replica.inflight) <= replica.stages:
+                while (plan := replica.plan_next(now)) is not None:
+                    effects.append(plan)
+            if replica.ended:
+                late.append(replica.take_ended())
+            if replica.due < wake:
+                wake = replica.due
+        return wake
 
     def _due(self, event: Due, effects: list[Effect]) -> None:
         self._wake = inf
@@ -268,7 +285,8 @@ class Engine:
                     followers.remove(seq)
                     break
             else:
-                self.homeless.remove(seq)
+                if self.migration is None or not self.migration.remove(seq):
+                    self.homeless.remove(seq)
             seq.phase = Phase.DONE
         else:
             home.remove(seq)
@@ -322,11 +340,11 @@ class Engine:
 
     def _route(self, seq: Sequence) -> None:
         best = None
-        if len(self._ready) == 1:
-            best = self._ready[0]
-        elif self._ready:
+        if len(self._entrances) == 1:
+            best = self._entrances[0]
+        elif self._entrances:
             best = min(
-                self._ready,
+                self._entrances,
                 key=lambda r: (
                     -r.pool.match(seq.tokens, seq.salt).blocks,
                     len(r.running) + len(r.waiting),
@@ -346,11 +364,16 @@ class Engine:
         limits = self.limits
         budget = self._budget(event) if limits.slo is not None else None
         blocks, slots = event.num_blocks, event.num_slots
+        prompts = event.replica < limits.prefill_replicas
+        if prompts:
+            limits = replace(limits, token_budget=limits.prefill_tokens)
         replica = Replica(event.replica, event.epoch, event.stages, blocks, slots, limits, budget, self.ledger)
+        replica.role.computes_prompts = prompts
+        replica.role.only_decodes = limits.prefill_replicas > 0 and not prompts
         if self.ledger is not None:
             self.ledger.pool_tokens += event.num_blocks * limits.block_size
         self.replicas[event.replica] = replica
-        self._ready = list(self.replicas.values())
+        self._walk()
         # The last token's KV is never written.
         room = min(event.num_blocks * limits.block_size + 1, self._longest)
         self.max_sequence = room if not self.max_sequence else min(self.max_sequence, room)
@@ -358,6 +381,44 @@ class Engine:
         ends = [ended for seq in homeless if (ended := self._rehome(seq)) is not None]
         if ends:
             effects.append(Delivered(event.replica, 0, b"", b"", -1, [], ends))
+
+    def _walk(self) -> None:
+        """The replicas have changed."""
+        self._ready = list(self.replicas.values())
+        self._entrances = [replica for replica in self._ready if not replica.role.only_decodes]
+
+    # ---- from replicas that compute prompts to those that decode ---------------------------------------------
+
+    def _migrate(self, migration: Migration, effects: list[Effect]) -> bool:
+        """Find another replica for what cannot go on where it was, and begin the moves that can begin; whether there
+        was any such."""
+        found = False
+        for replica in self._ready:
+            role = replica.role
+            if role.handed:
+                found = True
+                handed, role.handed = role.handed, []
+                for seq in handed:
+                    if seq.phase is Phase.DONE:
+                        continue
+                    self._homes.pop(seq, None)
+                    if role.computes_prompts:
+                        seq.phase = Phase.WAITING
+                        migration.leaving.append((seq, replica))
+                    else:
+                        self._route(seq)
+        if migration.leaving:
+            effects += migration.begin(self._ready)
+        return found
+
+    def _moved(self, event: Moved, effects: list[Effect]) -> None:
+        migration = self.migration
+        if migration is None:
+            return
+        target = migration.target(event.move)
+        seq = migration.arrived(event.move)
+        if seq is not None and target is not None:
+            self._homes[seq] = target
 
     def _budget(self, event: ReplicaUp) -> Budget:
         limits, budget = self.limits, self._budgets.get(event.replica)
@@ -387,7 +448,7 @@ class Engine:
         replica = self.replicas.pop(event.replica, None)
         if replica is None:
             return
-        self._ready = list(self.replicas.values())
+        self._walk()
         counters = self.counters
         queue = replica.waiting
         self._departed = (self._departed[0] + queue.departures, self._departed[1] + queue.departed_tokens)
@@ -399,6 +460,10 @@ class Engine:
         counters["cache_hits"] += replica.cache_hits
         unfinished, ends = replica.evacuate()
         delivered = Delivered(replica.index, replica.step, b"", b"", -1, [], ends)
+        if self.migration is not None:
+            for seq in self.migration.lost(replica):
+                if (ended := self._rehome(seq)) is not None:
+                    delivered.ends.append(ended)
         for seq in unfinished:
             del self._homes[seq]
             if seq.deaths >= FATAL_DEATHS:

@@ -48,6 +48,12 @@ class Limits:
     patience: float = 60.0
     tenant_weights: tuple[tuple[str, float], ...] = ()
     queue_timeout: float = 0.0
+    #: Who begins with what another's prompt is computing waits for that (see ``sharing``).
+    await_prefix: bool = False
+    #: Replicas, the first by index, that compute prompts for the others to decode (see ``migration``), with so many
+    #: tokens in an iteration. 0: each replica does both. No worker can move blocks: for simulations.
+    prefill_replicas: int = 0
+    prefill_tokens: int = 2048
 
 
 class Submitted(Struct, array_like=True, frozen=True, tag=3):
@@ -100,7 +106,13 @@ class Due(Struct, array_like=True, frozen=True, tag=9):
     """The time that a ``Wake`` named has come. At any other time it changes nothing."""
 
 
-Event = Submitted | Aborted | OwnerLost | ReplicaUp | ReplicaLost | Returned | Due
+class Moved(Struct, array_like=True, frozen=True, tag=13):
+    """The blocks of a ``Move`` have come."""
+
+    move: int
+
+
+Event = Submitted | Aborted | OwnerLost | ReplicaUp | ReplicaLost | Returned | Due | Moved
 
 
 class SendPlan(Struct, frozen=True):
@@ -179,4 +191,13 @@ class Wake(Struct, frozen=True):
     at: float
 
 
-Effect = SendPlan | Delivered | Rejected | OutOfStep | Wake
+class Move(Struct, frozen=True):
+    """Copy the KV of ``tokens`` tokens from a replica to another, and step with ``Moved`` when they are there."""
+
+    move: int
+    source: int
+    target: int
+    tokens: int
+
+
+Effect = SendPlan | Delivered | Rejected | OutOfStep | Wake | Move

@@ -9,8 +9,9 @@ from collections.abc import Iterable
 from .blocks import BlockPool, Node
 from .engine import Engine
 from .lane import Lane
+from .migration import Migration
 from .replica import Replica
-from .sequence import Phase, Sequence
+from .sequence import Holder, Phase, Sequence
 
 
 class IntegrityError(Exception):
@@ -24,6 +25,10 @@ def check_integrity(engine: Engine) -> None:
     _check_accounts(engine)
     located = Counter(s for r in engine.replicas.values() for s in [*r.running, *r.settling, *r.waiting])
     located.update(engine.homeless)
+    if engine.migration is not None:
+        located.update(engine.migration.sequences())
+        for replica in engine.replicas.values():
+            _check_moves(engine.migration, replica)
     for leader, followers in engine.parked.items():
         _require(leader.phase is not Phase.DONE, f"{len(followers)} wait for {leader}, which has ended")
         located.update(followers)
@@ -38,7 +43,7 @@ def check_integrity(engine: Engine) -> None:
 def check_replica(replica: Replica) -> None:
     """Check one replica."""
     limits = replica.limits
-    _check_pool(replica.pool, replica.running)
+    _check_pool(replica.pool, [*replica.running, *replica.role.held.values()], replica.role.reserved)
     for seq in replica.running:
         _require(seq.phase in (Phase.PREFILL, Phase.DECODE), f"{seq} runs in phase {seq.phase.name}")
         _require(replica.owners[seq.slot] is seq, f"slot {seq.slot} is not {seq}'s")
@@ -63,7 +68,7 @@ def check_replica(replica: Replica) -> None:
     _require(not decoding, f"decoding in no lane: {decoding}")
     _check_slots(replica)
     _require(len(replica.inflight) <= replica.stages + 1, "too many plans in flight")
-    if not replica.running and not replica.settling:
+    if not replica.running and not replica.settling and not replica.role.held and not replica.role.reserved:
         _require(replica.pool.available == replica.pool.num_blocks, "idle, but blocks are held")
 
 
@@ -148,7 +153,22 @@ def _check_slots(replica: Replica) -> None:
         _require(seq.pending == count, f"{seq} expects {seq.pending} results, {count} are to come")
 
 
-def _check_pool(pool: BlockPool, running: Iterable[Sequence]) -> None:
+def _check_moves(migration: Migration, replica: Replica) -> None:
+    """What a replica holds and has reserved is what is on its way from it and to it."""
+    coming = [move for move in migration.moving.values() if move.target is replica]
+    reserved = [block for move in coming for block in move.blocks]
+    role = replica.role
+    _require(len(coming) == role.coming, f"replica {replica.index} counts {role.coming} to come")
+    _require(len(reserved) == role.reserved, f"replica {replica.index} counts {role.reserved} reserved blocks")
+    _require(not set(reserved) & set(replica.pool.free), "a reserved block is free")
+    _require(not role.handed, f"replica {replica.index} has handed on what nobody took")
+    going = [seq for seq, source in migration.leaving if source is replica]
+    going += [move.seq for move in migration.moving.values() if move.source is replica and move.seq is not None]
+    going += [seq for seq in replica.settling if seq in role.held]
+    _require(set(going) == set(role.held), f"replica {replica.index} holds blocks that do not move")
+
+
+def _check_pool(pool: BlockPool, running: Iterable[Holder], reserved: int = 0) -> None:
     owned: Counter[int] = Counter(pool.free)
     passing: Counter[Node] = Counter()
     for seq in running:
@@ -180,7 +200,7 @@ def _check_pool(pool: BlockPool, running: Iterable[Sequence]) -> None:
     _require(set(passing) <= set(pool.nodes()), "a table refers to a run that left the tree")
     _require(pool.evictable == sum(len(node.blocks) for node in idle), "the count of cached blocks is wrong")
     _require(
-        len(owned) == pool.num_blocks and all(count == 1 for count in owned.values()),
+        len(owned) == pool.num_blocks - reserved and all(count == 1 for count in owned.values()),
         "a block is not exactly one of free, cached, referenced",
     )
 

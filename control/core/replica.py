@@ -29,6 +29,7 @@ from .orders import make_queue
 from .packing import bits, pack_u16, pack_u32, span
 from .policies import make_policy
 from .policy import Chunks
+from .role import Role
 from .sequence import Phase, Sequence
 from .timing import Features
 from .waiting import WaitingQueue
@@ -81,6 +82,7 @@ class Replica:
         self.registers: list[Register] = []
         self.alone: Sequence | None = None  #: under suspicion of killing workers: runs with nobody else
         self.ended: list[Ended] = []  #: ownership that ended outside a result, to be delivered
+        self.role = Role()
         # Of the plan being made: whether the lane's decodes run, the slots that grow, and a block for each.
         self._ticks = False
         self._grown = b""
@@ -244,7 +246,7 @@ class Replica:
     def _join(self, seq: Sequence, lane: Lane, step: int) -> None:
         """``seq`` samples in the plan just made, of ``lane``: let it decode there."""
         known = (len(seq.tokens) >> 2) + 1
-        if known == seq.max_len:
+        if known == seq.max_len or self.role.keeps(seq):
             self._settle(seq)
             return
         seq.phase = Phase.DECODE
@@ -305,10 +307,11 @@ class Replica:
             self._leave_lane(seq, lane)
         if seq.phase is Phase.PREFILL and seq in self.prefills:
             self.prefills.remove(seq)
-        pool = self.pool
-        known, computed = len(seq.tokens) >> 2, seq.computed
-        pool.name(seq, (known if known < computed else computed) // pool.block_size)
-        pool.release(seq)
+        if seq.table:
+            pool = self.pool
+            known, computed = len(seq.tokens) >> 2, seq.computed
+            pool.name(seq, (known if known < computed else computed) // pool.block_size)
+            pool.release(seq)
         del self.running[seq]
         self.waiting.left(seq)
         self._drop_slot(seq.slot)
@@ -343,7 +346,8 @@ class Replica:
             ends.append(Ended(seq, seq.slot, "length"))
         else:
             ends.append(Ended(seq, seq.slot, "paused"))
-            self.enqueue(seq)
+            if not self.role.hands_on(seq):
+                self.enqueue(seq)
 
     def remove(self, seq: Sequence) -> None:
         """End ``seq`` wherever it is; rows of it that are in flight become void."""
@@ -359,6 +363,7 @@ class Replica:
             for record in self.inflight:
                 if byte < len(record.live):
                     record.live[byte] &= mask
+            self.role.release(self.pool, seq)
         seq.phase = Phase.DONE
 
     # ---- results ---------------------------------------------------------------------------------------------
@@ -482,6 +487,7 @@ class Replica:
         self.waiting, self.prefills, self.running, self.settling = WaitingQueue(), [], {}, {}
         self.inflight.clear()
         self.ended = []
+        self.role = Role()
         return unfinished, ended
 
 

@@ -33,7 +33,19 @@ class Phase(IntEnum):
     DONE = 4  #: finished; results that still come are void
 
 
-class Sequence:
+class Holder:
+    """Blocks of a replica's pool that somebody holds."""
+
+    __slots__ = ("dups", "named", "node", "table")
+
+    def __init__(self) -> None:
+        self.table: list[int] = []
+        self.node: Node | None = None  #: deepest node of the prefix tree on which a reference is held
+        self.named = 0  #: blocks of the table, from its start, that stand in the tree or in ``dups``
+        self.dups: list[int] = []  #: own copies of blocks that a twin had named first
+
+
+class Sequence(Holder):
     """A request's single sequence, in the order of arrival (``order``) among all."""
 
     __slots__ = (
@@ -46,7 +58,6 @@ class Sequence:
         "computed",
         "deaths",
         "doubt_len",
-        "dups",
         "end_tick",
         "first_due",
         "generation",
@@ -56,8 +67,6 @@ class Sequence:
         "lane",
         "max_len",
         "min_len",
-        "named",
-        "node",
         "order",
         "owner",
         "passed",
@@ -71,13 +80,13 @@ class Sequence:
         "sampling",
         "slot",
         "stop_ids",
-        "table",
         "tbt",
         "tokens",
         "told",
     )
 
     def __init__(self, order: int, owner: int, submit: Submit, max_len: int) -> None:
+        super().__init__()
         self.order = order
         # in the admission order
         self.arrived = 0.0  #: when it came (seconds)
@@ -108,11 +117,6 @@ class Sequence:
         self.slot = -1
         self.generation = 0
         self.pending = 0  #: in-flight plans whose result this sequence collects itself
-        # blocks
-        self.table: list[int] = []
-        self.node: Node | None = None  #: deepest node of the prefix tree on which a reference is held
-        self.named = 0  #: blocks of the table, from its start, that stand in the tree or in ``dups``
-        self.dups: list[int] = []  #: own copies of blocks that a twin had named first
         # place in a lane
         self.lane: Lane | None = None
         self.join_tick = 0  #: first tick at which it decodes

@@ -62,6 +62,9 @@ class Settings(Struct, frozen=True):
     patience: float
     tenant_weights: list[tuple[str, float]]
     queue_timeout: float
+    await_prefix: bool = False
+    prefill_replicas: int = 0
+    prefill_tokens: int = 2048
 
 
 def settings_of(limits: Limits) -> Settings:

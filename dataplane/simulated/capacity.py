@@ -71,7 +71,7 @@ def judge(
 ) -> Verdict:
     """Run ``entries`` at ``rate`` requests a second against a target of ``slo`` seconds."""
     limits = scenario.limits()
-    world = World(limits, scenario.models())
+    world = World(limits, scenario.models(), link=scenario.link())
     record = world.record
     record.limit = round(slo * 1e6)
     times = takewhile(lambda at: at < limit, poisson(rate, seed))

@@ -11,6 +11,7 @@ from ...control.core.slo import Slo
 from ...control.wire import Sample
 from .cost import DeviceCost, Work
 from .device import Device, Host
+from .moving import KvLink
 from .profiled import Profile, ProfiledCost, load_description, shape_for
 from .refusal import CannotSimulate
 from .shape import ModelShape, load_shape
@@ -25,7 +26,8 @@ class Scenario:
 
     ``length``: of the longest sequence, 0 for the model's. ``host``: what of it counts, by name or one's own.
     ``utilisation``: the share of the memory for weights and KV cache. ``blocks``: of the pool, 0 for what the memory
-    holds. The rest is as in ``Limits``; ``share`` is 0, as in the paper's Algorithm 3.
+    holds. ``kv_link``: gigabytes a second of KV blocks from each replica, and to it. The rest is as in ``Limits``;
+    ``share`` is 0, as in the paper's Algorithm 3.
     """
 
     shape: ModelShape
@@ -41,12 +43,16 @@ class Scenario:
     tile: int = 0
     share: float = 0.0
     prefix_caching: bool = False
+    await_prefix: bool = False
     slo: Slo | None = None
     admission: str = "fcfs"
     host: str | Host = "eager"
     speed: float = 1.0
     utilisation: float = 0.85
     blocks: int = 0
+    prefill_replicas: int = 0
+    prefill_tokens: int = 2048
+    kv_link: float = 300.0
 
     def cost(self) -> DeviceCost | ProfiledCost:
         """Raises ``CannotSimulate`` if the model cannot run so."""
@@ -87,6 +93,7 @@ class Scenario:
             max_model_len=length,
             block_size=self.block_size,
             prefix_caching=self.prefix_caching,
+            await_prefix=self.await_prefix,
             tile=self.tile,
             share=self.share,
             # A simulation shows what waiting does; nobody is turned away.
@@ -95,7 +102,22 @@ class Scenario:
             policy=self.policy,
             slo=self.slo,
             admission=self.admission,
+            prefill_replicas=self.prefill_replicas,
+            prefill_tokens=self.prefill_tokens,
         )
+
+    def link(self) -> KvLink | None:
+        """Of KV blocks, if they move. Raises ``CannotSimulate`` if nothing would decode, or not by any link."""
+        if not self.prefill_replicas:
+            return None
+        if not 0 < self.prefill_replicas < self.replicas:
+            raise CannotSimulate(
+                f"the number of replicas that compute prompts must be from 1 to {self.replicas - 1}, so that another"
+                f" decodes, not {self.prefill_replicas}"
+            )
+        if not 0.001 <= self.kv_link <= 1e6:
+            raise CannotSimulate(f"the link of KV blocks must be from 0.001 to 1e6 GB/s, not {self.kv_link:g}")
+        return KvLink(self.shape.kv_token_bytes, self.kv_link * 1e3)
 
     def models(self) -> list[ReplicaModel]:
         """Of each replica."""

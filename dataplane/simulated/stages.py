@@ -34,6 +34,7 @@ class ModelledStages:
         # Of each slot's sequence: tokens known and computed, as far as they are chunks.
         self._known = [0] * slots
         self._computed = [0] * slots
+        self._last: set[int] = set()  #: slots of which all but the last known token was computed elsewhere
         self._padding = [_Padding() for _ in range(stages)] if padded else None
 
     def run(self, send: SendPlan, received: int) -> list[Result]:
@@ -75,17 +76,29 @@ class ModelledStages:
             slot = register.slot
             self._known[slot] = len(register.tokens) >> 2
             self._computed[slot] = register.computed
+            if register.computed and register.computed == self._known[slot] - 1:
+                self._last.add(slot)
+            else:
+                self._last.discard(slot)
+        decodes, kv_tokens = send.decodes, send.kv_tokens
         chunks: list[Chunk] = []
         sampled = send.decodes
         if plan.chunk_slots:
             known, computed = self._known, self._computed
             for slot, taken in zip(array("H", plan.chunk_slots), array("I", plan.chunk_tokens), strict=True):
                 before = computed[slot]
-                chunks.append((taken, before))
                 computed[slot] = before + taken
+                if slot in self._last:
+                    # Nothing but its last token was to be computed: kernels do that as for a decode.
+                    self._last.remove(slot)
+                    decodes += 1
+                    kv_tokens += before + 1
+                    sampled += 1
+                    continue
+                chunks.append((taken, before))
                 if before + taken == known[slot]:
                     sampled += 1
-        work = Work(send.tokens, send.decodes, send.kv_tokens, chunks, sampled, send.attention)
+        work = Work(send.tokens, decodes, kv_tokens, chunks, sampled, send.attention)
         if self._padding is not None:
             self._padding[plan.lane].pad(work)
         return work

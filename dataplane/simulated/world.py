@@ -21,6 +21,8 @@ from ...control.core.events import (
     Effect,
     Event,
     Limits,
+    Move,
+    Moved,
     Rejected,
     ReplicaUp,
     Returned,
@@ -30,6 +32,7 @@ from ...control.core.events import (
 )
 from ...control.wire import Result, Sample, Submit
 from .cost import Cost
+from .moving import KvLink
 from .record import Record
 from .stages import ModelledStages
 
@@ -67,7 +70,8 @@ Watch = Callable[[SendPlan, list[Result]], None]
 
 class World:
     """``limits`` are the core's. ``slots`` of each replica; ``hop_us``: microseconds of every message between the
-    control process and a worker, and of ids from the last stage to the first."""
+    control process and a worker, and of ids from the last stage to the first. ``link``: of KV blocks from replicas
+    that compute prompts to those that decode."""
 
     def __init__(
         self,
@@ -78,7 +82,9 @@ class World:
         hop_us: int = 50,
         watch: Watch | None = None,
         record: Record | None = None,
+        link: KvLink | None = None,
     ) -> None:
+        self.link = link
         self.engine = Engine(limits)
         self.record = Record() if record is None else record
         self.now = 0
@@ -145,6 +151,9 @@ class World:
         elif isinstance(effect, Rejected):
             self.record.rejected.append(effect)
             self._keys.pop()
+        elif isinstance(effect, Move):
+            assert self.link is not None, "blocks move, and there is no link"
+            self.at(self.link.take(effect, self.now + self.hop_us) + self.hop_us, Moved(effect.move))
         else:
             raise AssertionError(f"the core says of a modelled replica: {effect}")
 
