@@ -264,14 +264,12 @@ def bubbles(quick: bool) -> list[Line]:
 
 
 def prefix(quick: bool) -> list[Line]:
-    """Llama-3-8B on four H100. The trace at its own pace; and its prompts three times each at the same moment, at a
-    third of it, as agents send them that try a step several times."""
+    """Llama-3-8B on one H100. The trace at a quarter of its pace; and its prompts three times each at the same
+    moment, at a twelfth of it, as agents send them that try a step several times."""
     entries = mooncake()[: 100 if quick else 1200]
-    base = Scenario(
-        KNOWN["llama-3-8b"], load_device("h100"), replicas=4, token_budget=2048, length=32_768, host="graphs"
-    )
+    base = Scenario(KNOWN["llama-3-8b"], load_device("h100"), token_budget=2048, length=32_768, host="graphs")
     lines: list[Line] = []
-    for load, pace, copies in (("trace", 1.0, 1), ("three of each", 0.33, 3)):
+    for load, pace, copies in (("trace", 0.25, 1), ("three of each", 0.08, 3)):
         for name, caching, waits in (("no reuse", False, False), ("reuse", True, False), ("aligned", True, True)):
             scenario = replace(base, prefix_caching=caching, await_prefix=waits)
             coming = [entry for entry in entries for _ in range(copies)]
