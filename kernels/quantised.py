@@ -1,11 +1,12 @@
 """Linear layers over weights in 8 or 4 bits.
 
-Weights in 8 bits are whole numbers of -127 … 127 with one scale for each output; weights in 4 bits are 0 … 15 with a
-scale and a minimum, in half precision, for each ``GROUP`` inputs of an output, as GGUF's Q4_0 and Q4_1 hold them.
-Activations become whole numbers of -127 … 127 in a call: by the largest of the row, or of each group. Products are
-summed as whole numbers and scaled in one fixed order of rounded operations. So a row's bits depend on nothing else:
-neither on the other rows and threads, nor on the instruction set, nor on whether it is the C++ kernels that compute
-(``cpu/whole.h``) or, without a compiler, operations of torch here.
+Weights in 8 bits are whole numbers of -127 … 127 with a scale for each ``GROUP8`` inputs of an output; weights in 4
+bits are 0 … 15 with a scale and a minimum, in half precision, for each ``GROUP4``, as GGUF's Q4_0 and Q4_1 hold them.
+Activations become whole numbers of -127 … 127 in a call, by the largest of each group. (One scale for a whole row
+would cost SmolLM2 several percent of perplexity.) Products of a group are summed as whole numbers; groups are scaled
+and added in order, by operations that round each. So a row's bits depend on nothing else: neither on the other rows
+and threads, nor on the instruction set, nor on whether it is the C++ kernels that compute (``cpu/whole.h``) or,
+without a compiler, operations of torch here.
 """
 
 from dataclasses import dataclass
@@ -16,38 +17,39 @@ from torch import Tensor
 from . import cpu
 from .packed import PANEL
 
-#: Inputs that share a scale in 4 bits, as in ``cpu/level.h``.
-GROUP = 32
-#: Inputs of a layer: sums of products must fit 32 bits.
-MOST_INPUTS = 1 << 16
+#: Inputs that share a scale, as in ``cpu/level.h``. Sums of their products are exact in float32.
+GROUP8, GROUP4 = 64, 32
 _LARGEST = 127
-#: Sums of so many products of two such numbers are exact in float32.
-_EXACT = 1024
-#: Below this, the inverse of a row's largest value is no finite number, and the row counts as zeros.
+#: Below this, the inverse of a group's largest value is no finite number, and the group counts as zeros.
 _LEAST = 1e-30
-#: Bytes of a packed group before its weights: scales and minima.
+#: Bytes of a packed group before its weights: scales, or scales and minima.
 _HEADER = 4 * PANEL
 #: The range that 15 steps span, as parts of the values' own: values at the ends may lie outside if the others gain.
 _SPANS = (1.0, 0.94, 0.88, 0.82)
 
 
+def _spread(of_groups: Tensor, size: int, count: int) -> Tensor:
+    """What each group of ``size`` has, for each of ``count`` inputs: float32[out, count]."""
+    return of_groups.to(torch.float32).repeat_interleave(size, 1)[:, :count]
+
+
 @dataclass(frozen=True, slots=True)
 class Int8Weight:
-    """``values`` int8[out, in] times ``scales`` float32[out]."""
+    """``values`` int8[out, in] times ``scales`` float32[out, groups]. The last group may be shorter."""
 
     values: Tensor
     scales: Tensor
 
     def dequantised(self) -> Tensor:
         """float32[out, in]."""
-        return self.values.to(torch.float32).mul_(self.scales[:, None])
+        return self.values.to(torch.float32).mul_(_spread(self.scales, GROUP8, self.values.shape[1]))
 
 
 @dataclass(frozen=True, slots=True)
 class Int4Weight:
     """``values`` uint8[out, in], 0 … 15, times ``scales`` plus ``minima``, both float16[out, groups].
 
-    The last group may be shorter than ``GROUP``.
+    The last group may be shorter.
     """
 
     values: Tensor
@@ -56,30 +58,32 @@ class Int4Weight:
 
     def dequantised(self) -> Tensor:
         """float32[out, in]."""
-        wide = self.values.to(torch.float32)
-        count = wide.shape[1]
-        scales, minima = (
-            part.to(torch.float32).repeat_interleave(GROUP, 1)[:, :count] for part in (self.scales, self.minima)
-        )
-        return wide.mul_(scales).add_(minima)
+        count = self.values.shape[1]
+        scaled = self.values.to(torch.float32).mul_(_spread(self.scales, GROUP4, count))
+        return scaled.add_(_spread(self.minima, GROUP4, count))
+
+
+def _in_groups(weight: Tensor, size: int) -> Tensor:
+    """float32[out, groups, size]; the last group is filled up by a value of its own, which widens no range."""
+    wide = weight.to(torch.float32)
+    short = -wide.shape[1] % size
+    if short:
+        wide = torch.cat((wide, wide[:, -1:].expand(-1, short)), 1)
+    return wide.view(len(wide), -1, size)
 
 
 def quantise8(weight: Tensor) -> Int8Weight:
     """The nearest in 8 bits to ``weight`` [out, in]."""
-    wide = weight.to(torch.float32)
-    scales = wide.abs().amax(1) / _LARGEST
+    groups = _in_groups(weight, GROUP8)
+    scales = groups.abs().amax(2) / _LARGEST
     inverse = torch.where(scales > _LEAST, 1.0 / scales, 0.0)
-    values = (wide * inverse[:, None]).round_().clamp_(-_LARGEST, _LARGEST)
-    return Int8Weight(values.to(torch.int8), scales)
+    values = (groups * inverse[..., None]).round_().clamp_(-_LARGEST, _LARGEST).to(torch.int8)
+    return Int8Weight(values.view(len(weight), -1)[:, : weight.shape[1]], scales)
 
 
 def quantise4(weight: Tensor) -> Int4Weight:
     """In 4 bits, close to ``weight`` [out, in]: of a few scales for each group that with the least squared error."""
-    count = weight.shape[1]
-    wide = weight.to(torch.float32)
-    # What fills the last group does not widen its range.
-    wide = torch.cat((wide, wide[:, -1:].expand(-1, -count % GROUP)), 1)
-    groups = wide.view(len(wide), -1, GROUP)
+    groups = _in_groups(weight, GROUP4)
     low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
     best, error = None, None
     for span in _SPANS:
@@ -99,32 +103,34 @@ def quantise4(weight: Tensor) -> Int4Weight:
         best, error = tuple(torch.where(better, new, old) for new, old in pairs), torch.minimum(error, missed)
     assert best is not None
     values, scales, minima = best
-    return Int4Weight(values.to(torch.uint8).view(len(wide), -1)[:, :count], scales.squeeze(2), minima.squeeze(2))
+    whole = values.to(torch.uint8).view(len(weight), -1)[:, : weight.shape[1]]
+    return Int4Weight(whole, scales.squeeze(2), minima.squeeze(2))
 
 
-def pack8(weight: Int8Weight) -> tuple[Tensor, Tensor]:
-    """uint8[panels, in / 4 rounded up, PANEL, 4], each value plus 128, and float32[panels * PANEL] scales."""
+def pack8(weight: Int8Weight) -> Tensor:
+    """uint8[panels, groups, (4 + GROUP8) * PANEL]; ``cpu/whole.h`` has the order."""
     columns, inputs = weight.values.shape
-    panels, steps = -(-columns // PANEL), -(-inputs // 4)
+    panels, groups = -(-columns // PANEL), weight.scales.shape[1]
     # 128 stands for 0.
-    whole = torch.full((panels * PANEL, steps * 4), 128, dtype=torch.uint8)
+    whole = torch.full((panels * PANEL, groups * GROUP8), 128, dtype=torch.uint8)
     whole[:columns, :inputs] = weight.values.view(torch.uint8) ^ 128
-    packed = whole.view(torch.int32).view(panels, PANEL, steps).transpose(1, 2).contiguous()
-    scales = torch.zeros(panels * PANEL)
+    words = whole.view(torch.int32).view(panels, PANEL, groups, GROUP8 // 4).permute(0, 2, 3, 1)
+    scales = torch.zeros(panels * PANEL, groups)
     scales[:columns] = weight.scales
-    return packed.view(torch.uint8).view(panels, steps, PANEL, 4), scales
+    first = scales.view(torch.int32).view(panels, PANEL, groups).transpose(1, 2)
+    return torch.cat((first, words.reshape(panels, groups, -1)), 2).view(torch.uint8)
 
 
 def pack4(weight: Int4Weight) -> Tensor:
-    """uint8[panels, groups, (4 + GROUP / 2) * PANEL]; ``cpu/whole.h`` has the order."""
+    """uint8[panels, groups, (4 + GROUP4 / 2) * PANEL]; ``cpu/whole.h`` has the order."""
     columns, inputs = weight.values.shape
     panels, groups = -(-columns // PANEL), weight.scales.shape[1]
-    whole = torch.zeros(panels * PANEL, groups * GROUP, dtype=torch.uint8)
+    whole = torch.zeros(panels * PANEL, groups * GROUP4, dtype=torch.uint8)
     whole[:columns, :inputs] = weight.values
     # [panels, columns, groups, steps, lower and upper halves, 4]
-    halves = whole.view(panels, PANEL, groups, GROUP // 8, 2, 4)
+    halves = whole.view(panels, PANEL, groups, GROUP4 // 8, 2, 4)
     bytes_of = halves[..., 0, :] | halves[..., 1, :] << 4
-    packed = torch.empty(panels, groups, _HEADER + PANEL * GROUP // 2, dtype=torch.uint8)
+    packed = torch.empty(panels, groups, _HEADER + PANEL * GROUP4 // 2, dtype=torch.uint8)
     packed[..., _HEADER:] = bytes_of.permute(0, 2, 3, 1, 4).reshape(panels, groups, -1)
     for place, part in enumerate((weight.scales, weight.minima)):
         padded = torch.zeros(panels * PANEL, groups, dtype=torch.float16)
@@ -144,25 +150,25 @@ def _whole(x: Tensor) -> tuple[Tensor, Tensor]:
 class Int8Linear:
     """``x @ weight.T + bias`` for ``x`` float32[rows, in], with weights in 8 bits."""
 
-    __slots__ = ("_bias", "_packed", "_plain", "_scales", "in_features", "out_features")
+    __slots__ = ("_bias", "_packed", "_plain", "in_features", "out_features")
 
     def __init__(self, weight: Int8Weight, bias: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.values.shape
         self._bias = None if bias is None else bias.to(torch.float32).contiguous()
         #: The weights of operations of torch.
         self._plain: Int8Weight | None = None
-        self._packed = self._scales = torch.empty(0)
+        self._packed = torch.empty(0)
         if cpu.available():
-            self._packed, self._scales = pack8(weight)
+            self._packed = pack8(weight)
         else:
             self._plain = weight
 
     @property
     def num_bytes(self) -> int:
         """Of the weights."""
-        if self._plain is not None:
-            return self._plain.values.nbytes + self._plain.scales.nbytes
-        return self._packed.nbytes + self._scales.nbytes
+        if self._plain is None:
+            return self._packed.nbytes
+        return self._plain.values.nbytes + self._plain.scales.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
         out = torch.empty(len(x), self.out_features)
@@ -172,23 +178,23 @@ class Int8Linear:
     def into(self, x: Tensor, out: Tensor) -> None:
         """As a call, into ``out`` float32[rows, out]. Rows of either may be apart."""
         if self._plain is None:
-            torch.ops.evenflow.matmul8(x, self._packed, self._scales, self._bias, out)
+            torch.ops.evenflow.matmul8(x, self._packed, self._bias, out)
             return
-        values, scale = _whole(x)
-        weight = self._plain.values
-        total = torch.zeros(len(x), self.out_features, dtype=torch.int32)
-        for begin in range(0, self.in_features, _EXACT):
-            part = slice(begin, begin + _EXACT)
-            total += (values[:, part] @ weight[:, part].to(torch.float32).T).to(torch.int32)
-        result = total.to(torch.float32).mul_(self._plain.scales).mul_(scale)
+        result = torch.zeros(len(x), self.out_features)
+        for group, begin in enumerate(range(0, self.in_features, GROUP8)):
+            values, scale = _whole(x[:, begin : begin + GROUP8])
+            weight = self._plain.values[:, begin : begin + GROUP8].to(torch.float32)
+            result += (values @ weight.T).mul_(scale).mul_(self._plain.scales[:, group])
         out.copy_(result if self._bias is None else result.add_(self._bias))
 
     def rows(self, ids: Tensor) -> Tensor:
         """The weights of these outputs, float32[ids, in]: an embedding."""
         if self._plain is not None:
             return Int8Weight(self._plain.values[ids], self._plain.scales[ids]).dequantised()
-        found = self._packed[ids // PANEL, :, ids % PANEL].view(len(ids), -1)[:, : self.in_features]
-        return (found.to(torch.float32) - 128.0).mul_(self._scales[ids, None])
+        panel, column = ids // PANEL, ids % PANEL
+        weights = self._packed[..., _HEADER:].unflatten(-1, (GROUP8 // 4, PANEL, 4))[panel, :, :, column]
+        values = (weights.reshape(len(ids), -1)[:, : self.in_features] ^ 128).view(torch.int8)
+        return Int8Weight(values, self._packed.view(torch.float32)[panel, :, column]).dequantised()
 
 
 class Int4Linear:
@@ -225,9 +231,9 @@ class Int4Linear:
             return
         result = torch.zeros(len(x), self.out_features)
         scales, minima = self._plain.scales.to(torch.float32).T, self._plain.minima.to(torch.float32).T
-        for group, begin in enumerate(range(0, self.in_features, GROUP)):
-            values, scale = _whole(x[:, begin : begin + GROUP])
-            weight = self._plain.values[:, begin : begin + GROUP].to(torch.float32)
+        for group, begin in enumerate(range(0, self.in_features, GROUP4)):
+            values, scale = _whole(x[:, begin : begin + GROUP4])
+            weight = self._plain.values[:, begin : begin + GROUP4].to(torch.float32)
             result += (values @ weight.T).mul_(scale).mul_(scales[group])
             result += values.sum(1, keepdim=True).mul_(scale) * minima[group]
         out.copy_(result if self._bias is None else result.add_(self._bias))
@@ -238,7 +244,7 @@ class Int4Linear:
             plain = self._plain
             return Int4Weight(plain.values[ids], plain.scales[ids], plain.minima[ids]).dequantised()
         panel, column = ids // PANEL, ids % PANEL
-        weights = self._packed[..., _HEADER:].unflatten(-1, (GROUP // 8, PANEL, 4))[panel, :, :, column]
+        weights = self._packed[..., _HEADER:].unflatten(-1, (GROUP4 // 8, PANEL, 4))[panel, :, :, column]
         values = torch.stack((weights & 15, weights >> 4), dim=3).view(len(ids), -1)[:, : self.in_features]
         halves = self._packed.view(torch.float16)
         scales, minima = halves[panel, :, column], halves[panel, :, PANEL + column]

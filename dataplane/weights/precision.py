@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ...kernels.quantised import (
-    MOST_INPUTS,
     Int4Linear,
     Int4Weight,
     Int8Linear,
@@ -80,8 +79,6 @@ class Quantiser:
                 ),
                 bias,
             )
-        if made.in_features > MOST_INPUTS:
-            raise ModelError(f"tensor {names[0]} has more than {MOST_INPUTS} columns; use --dtype bfloat16")
         self._bytes[8 if isinstance(made, Int8Linear) else 4] += made.num_bytes
         return made
 

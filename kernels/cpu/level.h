@@ -28,11 +28,11 @@ struct Weights {
 using Matmul = void (*)(const float* x, int64_t x_stride, int64_t rows, const Weights& weights, float* out,
                         int64_t out_stride, int64_t first, int64_t last, float* scratch);
 
-// Weights that share a scale where they have 4 bits.
-constexpr int64_t GROUP = 32;
+// Inputs that share a scale, for weights in 8 and in 4 bits.
+constexpr int64_t GROUP8 = 64, GROUP4 = 32;
 
-// Rows of activations as whole numbers: value = round(x * 127 / largest), halves to even, with the largest of the row
-// for weights in 8 bits, of each group for weights in 4 bits.
+// Rows of activations as whole numbers: value = round(x * 127 / largest), halves to even, with the largest of each
+// group. (One scale for a whole row costs SmolLM2 several percent of perplexity: few inputs are many times larger.)
 struct Quantised {
     void* values;   // [rows, stride], int8, or int16 (Level::wide8, Level::wide4); zeros after the row's end
     float* scales;  // [rows, groups]: largest / 127
@@ -44,28 +44,17 @@ struct Quantised {
 using Quantise = void (*)(const float* x, int64_t x_stride, int64_t in, int64_t size, const Quantised& to, bool wide,
                           int64_t begin, int64_t end);
 
-// Weights [out, in] in 8 bits: the whole number + 128, and a scale for each of `out`. Packed: for each panel, for
-// each four k of `in`, PANEL times four; absent columns and k are anything that is there.
-struct Weights8 {
+// Weights [out, in] in 8 bits, (number - 128) * scale, or in 4 bits, number * scale + minimum, with these for each group
+// of a column; whole.h has the order of both.
+struct Whole {
     const uint8_t* data;
-    const float* scales;  // [panels * PANEL]
-    const float* bias;    // [out], or null
-    int64_t out;
-};
-
-// Weights in 4 bits: number * scale + minimum, both in half precision for each group of a column; whole.h has the
-// order.
-struct Weights4 {
-    const uint8_t* data;
-    const float* bias;
+    const float* bias;  // [out], or null
     int64_t out;
 };
 
 // out = x · weights + bias, for `rows` rows from `row` on (out: those rows) and panels first … last - 1.
-using Matmul8 = void (*)(const Quantised& x, int64_t row, int64_t rows, const Weights8& weights, float* out,
-                         int64_t out_stride, int64_t first, int64_t last);
-using Matmul4 = void (*)(const Quantised& x, int64_t row, int64_t rows, const Weights4& weights, float* out,
-                         int64_t out_stride, int64_t first, int64_t last);
+using MatmulWhole = void (*)(const Quantised& x, int64_t row, int64_t rows, const Whole& weights, float* out,
+                             int64_t out_stride, int64_t first, int64_t last);
 
 // One layer's attention. The cache holds for each block and kv head keys [dim, block_size] and values
 // [block_size, dim], in float32 or bfloat16.
@@ -116,8 +105,7 @@ struct Level {
     Norm norm;
     Gate gate;
     Quantise quantise;
-    Matmul8 matmul8;
-    Matmul4 matmul4;
+    MatmulWhole matmul8, matmul4;
     // Whether activations for weights in 8 and 4 bits have 16 bits.
     bool wide8, wide4;
 };

@@ -114,17 +114,16 @@ struct Rows {
     std::vector<int32_t> sums;
 };
 
-// The rows of x, in groups of `size`, each row a multiple of `step` values long.
-Quantised quantised(const Tensor& x, int64_t size, int64_t step, bool wide) {
+// The rows of x, in groups of `size`.
+Quantised quantised(const Tensor& x, int64_t size, bool wide) {
     thread_local Rows memory;
     const int64_t rows = x.size(0), in = x.size(1), groups = (in + size - 1) / size;
-    const Quantised to{nullptr, nullptr, nullptr, (in + step - 1) / step * step, groups};
+    Quantised result{nullptr, nullptr, nullptr, groups * size, groups};
     const auto grown = [](auto& vector, int64_t count) {
         if (static_cast<int64_t>(vector.size()) < count) vector.resize(count);
         return vector.data();
     };
-    Quantised result = to;
-    result.values = grown(memory.values, rows * to.stride * (wide ? 2 : 1));
+    result.values = grown(memory.values, rows * result.stride * (wide ? 2 : 1));
     result.scales = grown(memory.scales, rows * groups);
     result.sums = grown(memory.sums, rows * groups);
     const float* from = x.const_data_ptr<float>();
@@ -136,23 +135,11 @@ Quantised quantised(const Tensor& x, int64_t size, int64_t step, bool wide) {
     return result;
 }
 
-// The sums of a row's products must fit 32 bits.
-constexpr int64_t MOST_INPUTS = 1 << 16;
-
-void check_whole(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, const Tensor& out) {
-    STD_TORCH_CHECK(packed.scalar_type() == ScalarType::Byte && packed.is_contiguous(), "weights must be uint8");
-    STD_TORCH_CHECK(is(x, ScalarType::Float, 2) && is(out, ScalarType::Float, 2) && x.size(0) == out.size(0),
-                    "x and out must be float32[rows, in] and float32[rows, out]");
-    STD_TORCH_CHECK(0 < x.size(1) && x.size(1) <= MOST_INPUTS, "a row must have 1 to 65,536 inputs");
-    STD_TORCH_CHECK(!bias || (is(*bias, ScalarType::Float, 1) && bias->size(0) == out.size(1)),
-                    "the bias must be float32[out]");
-}
-
 // Cuts rows and panels into units: body(row, rows, first panel, last panel).
 template <typename Body>
 void each_tile(int64_t rows, int64_t columns, int64_t row_bytes, const Body& body) {
     const int64_t panels = (columns + PANEL - 1) / PANEL, threads = torch::stable::get_num_threads();
-    const int64_t height = std::max(CACHED_BYTES / row_bytes / ROWS_STEP * ROWS_STEP, 2 * ROWS_STEP);
+    const int64_t height = std::max(CACHED_BYTES / std::max<int64_t>(row_bytes, 1) / ROWS_STEP * ROWS_STEP, 2 * ROWS_STEP);
     const int64_t width = std::clamp<int64_t>((panels + 3 * threads - 1) / (3 * threads), 1, 32);
     const int64_t parts = (panels + width - 1) / width;
     each_unit((rows + height - 1) / height * parts, [&](int64_t unit) {
@@ -161,39 +148,33 @@ void each_tile(int64_t rows, int64_t columns, int64_t row_bytes, const Body& bod
     });
 }
 
-void matmul8(const Tensor& x, const Tensor& packed, const Tensor& scales, const std::optional<Tensor>& bias,
-             Tensor out) {
-    check_whole(x, packed, bias, out);
-    const int64_t in = x.size(1), columns = out.size(1), panels = (columns + PANEL - 1) / PANEL;
-    STD_TORCH_CHECK(packed.numel() == panels * PANEL * ((in + 3) / 4 * 4) && is(scales, ScalarType::Float, 1) &&
-                        scales.size(0) == panels * PANEL,
-                    "packed weights or scales are not those of these shapes");
-    const Weights8 weights{packed.const_data_ptr<uint8_t>(), scales.const_data_ptr<float>(),
-                           bias ? bias->const_data_ptr<float>() : nullptr, columns};
-    const Level* level = current;
-    const Quantised rows = quantised(x, in, 4, level->wide8);
+// `bytes`: of a group of one column, `size` inputs.
+void matmul_whole(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, Tensor& out, int64_t size,
+                  int64_t bytes, bool wide, MatmulWhole multiply) {
+    STD_TORCH_CHECK(packed.scalar_type() == ScalarType::Byte && packed.is_contiguous(), "weights must be uint8");
+    STD_TORCH_CHECK(is(x, ScalarType::Float, 2) && is(out, ScalarType::Float, 2) && x.size(0) == out.size(0),
+                    "x and out must be float32[rows, in] and float32[rows, out]");
+    STD_TORCH_CHECK(!bias || (is(*bias, ScalarType::Float, 1) && bias->size(0) == out.size(1)),
+                    "the bias must be float32[out]");
+    const int64_t columns = out.size(1), panels = (columns + PANEL - 1) / PANEL;
+    STD_TORCH_CHECK(packed.numel() == panels * PANEL * ((x.size(1) + size - 1) / size) * bytes,
+                    "packed weights are not those of these shapes");
+    const Whole weights{packed.const_data_ptr<uint8_t>(), bias ? bias->const_data_ptr<float>() : nullptr, columns};
+    const Quantised rows = quantised(x, size, wide);
     float* to = out.mutable_data_ptr<float>();
     const int64_t out_stride = out.stride(0);
-    each_tile(x.size(0), columns, rows.stride * (level->wide8 ? 2 : 1),
+    each_tile(x.size(0), columns, rows.stride * (wide ? 2 : 1),
               [&](int64_t row, int64_t count, int64_t first, int64_t last) {
-                  level->matmul8(rows, row, count, weights, to + row * out_stride, out_stride, first, last);
+                  multiply(rows, row, count, weights, to + row * out_stride, out_stride, first, last);
               });
 }
 
+void matmul8(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, Tensor out) {
+    matmul_whole(x, packed, bias, out, GROUP8, 4 + GROUP8, current->wide8, current->matmul8);
+}
+
 void matmul4(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, Tensor out) {
-    check_whole(x, packed, bias, out);
-    const int64_t in = x.size(1), columns = out.size(1), panels = (columns + PANEL - 1) / PANEL;
-    STD_TORCH_CHECK(packed.numel() == panels * PANEL * ((in + GROUP - 1) / GROUP) * (4 + GROUP / 2),
-                    "packed weights are not those of these shapes");
-    const Weights4 weights{packed.const_data_ptr<uint8_t>(), bias ? bias->const_data_ptr<float>() : nullptr, columns};
-    const Level* level = current;
-    const Quantised rows = quantised(x, GROUP, GROUP, level->wide4);
-    float* to = out.mutable_data_ptr<float>();
-    const int64_t out_stride = out.stride(0);
-    each_tile(x.size(0), columns, rows.stride * (level->wide4 ? 2 : 1),
-              [&](int64_t row, int64_t count, int64_t first, int64_t last) {
-                  level->matmul4(rows, row, count, weights, to + row * out_stride, out_stride, first, last);
-              });
+    matmul_whole(x, packed, bias, out, GROUP4, 4 + GROUP4 / 2, current->wide4, current->matmul4);
 }
 
 // Queries of one row that share a pass over its keys.
@@ -327,7 +308,7 @@ bool use_level(std::string name) {
 
 STABLE_TORCH_LIBRARY(evenflow, library) {
     library.def("matmul(Tensor x, Tensor packed, Tensor? bias, Tensor(a!) out) -> ()");
-    library.def("matmul8(Tensor x, Tensor packed, Tensor scales, Tensor? bias, Tensor(a!) out) -> ()");
+    library.def("matmul8(Tensor x, Tensor packed, Tensor? bias, Tensor(a!) out) -> ()");
     library.def("matmul4(Tensor x, Tensor packed, Tensor? bias, Tensor(a!) out) -> ()");
     library.def(
         "attend(Tensor q, Tensor keys, Tensor values, Tensor cu_q, Tensor kv_len, Tensor table, float scale, "

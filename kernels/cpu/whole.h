@@ -16,11 +16,11 @@
 
 namespace {
 
-using evenflow::GROUP;
+using evenflow::GROUP4;
+using evenflow::GROUP8;
 using evenflow::PANEL;
 using evenflow::Quantised;
-using evenflow::Weights4;
-using evenflow::Weights8;
+using evenflow::Whole;
 
 typedef uint8_t B __attribute__((vector_size(LANES * 4)));
 typedef uint8_t BU __attribute__((vector_size(LANES * 4), aligned(1), may_alias));
@@ -93,6 +93,11 @@ struct Wide {
     struct Weight {
         S low, high;
     };
+    // Sums that begin at `first`.
+    static ALWAYS Sum start(int32_t first) {
+        const I one = (I)((int64_t)(uint32_t)first - L{});
+        return {one, one};
+    }
     static ALWAYS Weight read(const uint8_t* at) {
         return {__builtin_convertvector(*reinterpret_cast<const HalfBU*>(at), S),
                 __builtin_convertvector(*reinterpret_cast<const HalfBU*>(at + LANES * 2), S)};
@@ -117,6 +122,7 @@ struct Wide {
         __builtin_memcpy(&whole, halves, sizeof whole);
         return whole;
     }
+    // The lower lane of each two is where the sum of both ends.
     static ALWAYS HalfI neighbours(I sum) { return __builtin_convertvector((L)(sum + (I)((L)sum >> 32)), HalfI); }
 };
 
@@ -150,6 +156,7 @@ struct Narrow {
     typedef int8_t Value;
     typedef I Sum;
     typedef B Weight;
+    static ALWAYS I start(int32_t first) { return first - I{}; }
     static ALWAYS B read(const uint8_t* at) { return *reinterpret_cast<const BU*>(at); }
     static ALWAYS B of(B bytes) { return bytes; }
     static ALWAYS B value(const Value* x) { return four_bytes(x); }
@@ -168,7 +175,7 @@ constexpr int TALL8 = 8, WIDE8 = 3, TALL4 = 4, WIDE4 = 3;
 #elif LANES == 16
 typedef Wide Sums8;
 typedef Short Sums4;
-constexpr int TALL8 = 4, WIDE8 = 3, TALL4 = 4, WIDE4 = 3;
+constexpr int TALL8 = 3, WIDE8 = 3, TALL4 = 4, WIDE4 = 3;
 #elif LANES == 8
 typedef Wide Sums8;
 typedef Short Sums4;
@@ -200,59 +207,49 @@ ALWAYS void finish(F (&result)[ROWS][VECTORS], int64_t rows, int64_t columns, co
         }
 }
 
+// In 8 bits, a group of a panel: PANEL scales in float32, then the weights, four of each column in 32 bits.
+constexpr int64_t GROUP8_BYTES = PANEL * (4 + GROUP8);
+
 // WIDE8 vectors of a panel for up to ROWS rows: those after `rows` are computed as the last and not stored.
 template <int ROWS>
-__attribute__((noinline)) void tile8(const Quantised& x, int64_t first, int64_t rows, const uint8_t* data,
-                                     const float* scales, int64_t columns, const float* bias, float* out,
-                                     int64_t out_stride) {
+__attribute__((noinline)) void tile8(const Quantised& x, int64_t first, int64_t rows, const uint8_t* data, int64_t part,
+                                     int64_t columns, const float* bias, float* out, int64_t out_stride) {
     constexpr int VECTORS = WIDE8;
     const Sums8::Value* at[ROWS];
-    Sums8::Sum sum[ROWS][VECTORS];
-    EACH_ROW {
-        at[row] = static_cast<const Sums8::Value*>(x.values) + (first + (row < rows ? row : rows - 1)) * x.stride;
-        EACH_VECTOR sum[row][v] = Sums8::Sum{};
-    }
-    for (int64_t k = 0; k < x.stride; k += 4, data += PANEL * 4) {
-        Sums8::Weight weight[VECTORS];
-        EACH_VECTOR weight[v] = Sums8::read(data + v * LANES * 4);
-        EACH_ROW {
-            const auto value = Sums8::value(at[row] + k);
-            EACH_VECTOR Sums8::add(sum[row][v], weight[v], value);
-        }
-    }
+    int64_t real[ROWS];
     F result[ROWS][VECTORS];
     EACH_ROW {
-        const int64_t real = first + (row < rows ? row : rows - 1);
+        real[row] = first + (row < rows ? row : rows - 1);
+        at[row] = static_cast<const Sums8::Value*>(x.values) + real[row] * x.stride;
+        EACH_VECTOR result[row][v] = F{};
+    }
+    for (int64_t group = 0; group < x.groups; ++group, data += GROUP8_BYTES) {
+        Sums8::Sum sum[ROWS][VECTORS];
+        EACH_ROW EACH_VECTOR sum[row][v] = Sums8::start(-128 * x.sums[real[row] * x.groups + group]);
+        const uint8_t* from = data + 4 * PANEL + part * 4;
+        for (int64_t k = group * GROUP8; k < (group + 1) * GROUP8; k += 4, from += PANEL * 4) {
+            Sums8::Weight weight[VECTORS];
+            EACH_VECTOR weight[v] = Sums8::read(from + v * LANES * 4);
+            EACH_ROW {
+                const auto value = Sums8::value(at[row] + k);
+                EACH_VECTOR Sums8::add(sum[row][v], weight[v], value);
+            }
+        }
         EACH_VECTOR {
-            const I whole = Sums8::total(sum[row][v]) - 128 * x.sums[real];
-            const F scaled = rounded(__builtin_convertvector(whole, F) * load(scales + v * LANES));
-            result[row][v] = scaled * x.scales[real];
+            const F scale = load(data + (part + v * LANES) * 4);
+            EACH_ROW {
+                const F products = __builtin_convertvector(Sums8::total(sum[row][v]), F);
+                const F term = rounded(products * x.scales[real[row] * x.groups + group]) * scale;
+                result[row][v] += rounded(term);
+            }
         }
     }
     finish<ROWS, VECTORS>(result, rows, columns, bias, out, out_stride);
 }
 
-void matmul8(const Quantised& x, int64_t row, int64_t rows, const Weights8& w, float* out, int64_t out_stride,
-             int64_t first, int64_t last) {
-    for (int64_t panel = first; panel < last; ++panel)
-        for (int64_t part = 0; part < PANEL; part += WIDE8 * LANES) {
-            const int64_t column = panel * PANEL + part, columns = w.out - column;
-            if (columns <= 0) break;
-            const uint8_t* data = w.data + (panel * x.stride * PANEL) + part * 4;
-            const float* bias = w.bias ? w.bias + column : nullptr;
-            int64_t done = 0;
-            for (; rows - done > 1; done += TALL8)
-                tile8<TALL8>(x, row + done, rows - done < TALL8 ? rows - done : TALL8, data, w.scales + column, columns,
-                             bias, out + done * out_stride + column, out_stride);
-            if (done < rows)
-                tile8<1>(x, row + done, 1, data, w.scales + column, columns, bias, out + done * out_stride + column,
-                         out_stride);
-        }
-}
-
-// A group of a panel: PANEL scales and PANEL minima in half precision, then the weights, eight of each column in 32
-// bits: four in the lower halves of the bytes, the next four in the upper.
-constexpr int64_t GROUP_BYTES = PANEL * (2 * 2 + GROUP / 2);
+// In 4 bits: PANEL scales and PANEL minima in half precision, then eight weights of each column in 32 bits: four in
+// the lower halves of the bytes, the next four in the upper.
+constexpr int64_t GROUP4_BYTES = PANEL * (2 * 2 + GROUP4 / 2);
 
 template <int ROWS>
 __attribute__((noinline)) void tile4(const Quantised& x, int64_t first, int64_t rows, const uint8_t* data, int64_t part,
@@ -266,11 +263,11 @@ __attribute__((noinline)) void tile4(const Quantised& x, int64_t first, int64_t 
         at[row] = static_cast<const Sums4::Value*>(x.values) + real[row] * x.stride;
         EACH_VECTOR result[row][v] = F{};
     }
-    for (int64_t group = 0; group < x.groups; ++group, data += GROUP_BYTES) {
+    for (int64_t group = 0; group < x.groups; ++group, data += GROUP4_BYTES) {
         Sums4::Sum sum[ROWS][VECTORS];
         EACH_ROW EACH_VECTOR sum[row][v] = Sums4::Sum{};
         const uint8_t* from = data + 4 * PANEL + part * 4;
-        for (int64_t k = group * GROUP; k < (group + 1) * GROUP; k += 8, from += PANEL * 4) {
+        for (int64_t k = group * GROUP4; k < (group + 1) * GROUP4; k += 8, from += PANEL * 4) {
             B eight[VECTORS];
             Sums4::Weight weight[VECTORS];
             EACH_VECTOR eight[v] = *reinterpret_cast<const BU*>(from + v * LANES * 4);
@@ -300,22 +297,30 @@ __attribute__((noinline)) void tile4(const Quantised& x, int64_t first, int64_t 
     finish<ROWS, VECTORS>(result, rows, columns, bias, out, out_stride);
 }
 
-void matmul4(const Quantised& x, int64_t row, int64_t rows, const Weights4& w, float* out, int64_t out_stride,
-             int64_t first, int64_t last) {
+using Tile = void (*)(const Quantised& x, int64_t first, int64_t rows, const uint8_t* data, int64_t part,
+                      int64_t columns, const float* bias, float* out, int64_t out_stride);
+
+// Panels in parts of WIDE columns, rows by TALL, and a last one by itself.
+template <Tile tile, Tile tile_of_one, int64_t WIDE, int64_t TALL, int64_t BYTES>
+void matmul_whole(const Quantised& x, int64_t row, int64_t rows, const Whole& w, float* out, int64_t out_stride,
+                  int64_t first, int64_t last) {
     for (int64_t panel = first; panel < last; ++panel)
-        for (int64_t part = 0; part < PANEL; part += WIDE4 * LANES) {
+        for (int64_t part = 0; part < PANEL; part += WIDE) {
             const int64_t column = panel * PANEL + part, columns = w.out - column;
             if (columns <= 0) break;
-            const uint8_t* data = w.data + panel * x.groups * GROUP_BYTES;
+            const uint8_t* data = w.data + panel * x.groups * BYTES;
             const float* bias = w.bias ? w.bias + column : nullptr;
             int64_t done = 0;
-            for (; rows - done > 1; done += TALL4)
-                tile4<TALL4>(x, row + done, rows - done < TALL4 ? rows - done : TALL4, data, part, columns, bias,
-                             out + done * out_stride + column, out_stride);
+            for (; rows - done > 1; done += TALL)
+                tile(x, row + done, rows - done < TALL ? rows - done : TALL, data, part, columns, bias,
+                     out + done * out_stride + column, out_stride);
             if (done < rows)
-                tile4<1>(x, row + done, 1, data, part, columns, bias, out + done * out_stride + column, out_stride);
+                tile_of_one(x, row + done, 1, data, part, columns, bias, out + done * out_stride + column, out_stride);
         }
 }
+
+constexpr evenflow::MatmulWhole matmul8 = matmul_whole<tile8<TALL8>, tile8<1>, WIDE8 * LANES, TALL8, GROUP8_BYTES>;
+constexpr evenflow::MatmulWhole matmul4 = matmul_whole<tile4<TALL4>, tile4<1>, WIDE4 * LANES, TALL4, GROUP4_BYTES>;
 
 #undef EACH_ROW
 #undef EACH_VECTOR
