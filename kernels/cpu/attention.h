@@ -223,7 +223,8 @@ struct Direct {
 // For so many rows, or none.
 template <typename T>
 Direct<T> direct(const Attention& a, int64_t rows) {
-    if (a.block_size % LANES || a.dim % (VECTORS * LANES)) return {};
+    // Rows of results are as long as those of gathered values, a multiple of 16.
+    if (a.block_size % LANES || a.dim % 16 || a.dim % (VECTORS * LANES)) return {};
     switch (rows) {
         case 1: return {score_tile<T, 1>, add_tile<T, 1>};
         case 2: return {score_tile<T, 2>, add_tile<T, 2>};
