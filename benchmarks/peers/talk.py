@@ -1,9 +1,10 @@
 """The child's side of an offline measurement: JSON lines in, JSON lines out. Standard library only, since it runs in
 the environment of each engine.
 
-``{"work": "prefill", "tokens": n, "seed": s}`` asks for the seconds from a prompt of n random ids to its first token;
-``{"work": "decode", "batch": b, "context": c, "steps": k, "seed": s}`` for the seconds of each of k iterations in
-which b sequences of c tokens and more get one token each. The answer is ``{"seconds": [...]}``, or ``{"error": text}``.
+``{"work": "prefill", "tokens": n, "seed": s}`` asks for the seconds from a prompt of n random ids to its first
+token; ``{"work": "decode", "batch": b, "context": c, "steps": k, "seed": s}`` for those of each of k iterations in
+which b sequences of c tokens and more get one token each. The answer is ``{"seconds": [...]}``, or ``{"error":
+text}``.
 """
 
 from __future__ import annotations

@@ -270,15 +270,17 @@ class Budget:
             self._withholds = True
             return False
         self._waited = 0
-        # A tile that fits but for the margin breaks the target seldom. A target that one decode alone would miss is
-        # missed however few are admitted.
+        # What fits but for the margin breaks the target seldom. A target that one decode alone would miss is missed
+        # however few are admitted.
+        room = self.iteration_s(self.strictest, 0.0) - base
+        fits = room >= least
         self.admits = (
             self.kept_out >= PATIENCE
-            or base + least <= self.iteration_s(self.strictest, 0.0)
+            or fits
             or self.model.predict(Features(first, attention_work(0, first), 1, 1)) > self.limit
         )
-        self.tokens = first
-        self.seconds = self.chunk_s(first, computed)
+        self.tokens = self.chunk_tokens(room, computed) if fits else first
+        self.seconds = self.chunk_s(self.tokens, computed)
         return True
 
     def _spread(self, base: float, computed: int, hurry: Hurry) -> None:

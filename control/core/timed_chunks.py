@@ -45,7 +45,7 @@ def timed_chunks(replica: Replica, budget: Budget, decodes: int, kv_tokens: int)
     if budget.admits:
         while True:
             size = budget.chunk_tokens(kept, 0)
-            if size < LEAST_CHUNK and (old or fresh):
+            if size < LEAST_CHUNK and (fresh or (old and budget.kept_out < TURN)):
                 break
             new = replica.admit(size) if size else None
             if new is None:
