@@ -37,8 +37,9 @@ def load(
 
     def prefill(prompt: list[int]) -> float:
         began = time.perf_counter()
-        submit(prompt, 1)
-        while engine.has_non_finished_requests():
+        handle = submit(prompt, 1)
+        # A new request counts as unfinished only from the next step on.
+        while handle.get_status() == genai.GenerationStatus.RUNNING:
             engine.step()
         return time.perf_counter() - began
 
@@ -46,7 +47,7 @@ def load(
         handles = [submit(p, steps + 4 + len(prompts) * len(p) // (tokens // 4)) for p in prompts]
         seconds: list[float] = []
         known = [0] * len(handles)
-        while engine.has_non_finished_requests():
+        while any(handle.get_status() == genai.GenerationStatus.RUNNING for handle in handles):
             began = time.perf_counter()
             engine.step()
             took = time.perf_counter() - began
