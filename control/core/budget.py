@@ -270,8 +270,8 @@ class Budget:
             self._withholds = True
             return False
         self._waited = 0
-        # What fits but for the margin breaks the target seldom. A target that one decode alone would miss is missed
-        # however few are admitted.
+        # What fits but for the margin breaks the target once in EVERY at the most. A target that one decode alone
+        # would miss is missed however few are admitted.
         room = self.iteration_s(self.strictest, 0.0) - base
         fits = room >= least
         self.admits = (
