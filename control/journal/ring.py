@@ -2,8 +2,8 @@
 
 A message costs the sender one copy. Two pipes beside it tell how far the ring has been written and read, as bytes
 since the start (u64 little-endian); so either side notices the other's end, and what was written before it is not
-lost. A message is its length (u32) and its data, in one piece: where it would not fit before the end of the ring,
-``_SKIP`` says that it begins at the start.
+lost. A message is one piece or more, each its length (u32) and its data; ``_MORE`` is added to the length of each but
+the last. Where a piece would not fit before the end of the ring, ``_SKIP`` says that it begins at the start.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ CAPACITY = 32 << 20
 _LENGTH = struct.Struct("<I")
 _PLACE = struct.Struct("<Q")
 _SKIP = 0xFFFFFFFF
+_MORE = 1 << 31
 
 
 class RingClosed(Exception):
@@ -39,14 +40,17 @@ class RingWriter:
         self._written = 0
         self._last = 0  #: how far the other side was told of
         self._read = 0
+        #: Bytes of a piece at most: wherever it is to begin, it fits as soon as most of the ring has been read.
+        self.most = (capacity >> 2) - _LENGTH.size
 
     @property
     def untold(self) -> int:
         """Bytes that the other side does not know of."""
         return self._written - self._last
 
-    def put(self, data: bytes | bytearray) -> bool:
-        """Copy a message in; False if there is no room for it now. Raises ``RingClosed``."""
+    def put(self, data: bytes | bytearray, more: bool = False) -> bool:
+        """Copy a piece of at most ``most`` bytes in, to which there is ``more``, or the last; False if there is no
+        room for it now. Raises ``RingClosed``."""
         size = _LENGTH.size + len(data)
         at = self._written % self._capacity
         skip = self._capacity - at if at + size > self._capacity else 0
@@ -58,10 +62,14 @@ class RingWriter:
             if skip >= _LENGTH.size:
                 _LENGTH.pack_into(self._map, at, _SKIP)
             at = 0
-        _LENGTH.pack_into(self._map, at, len(data))
+        _LENGTH.pack_into(self._map, at, len(data) | _MORE if more else len(data))
         self._map[at + _LENGTH.size : at + size] = data
         self._written += skip + size
         return True
+
+    def wait(self, timeout: float) -> None:
+        """Until the other side has read more, or has ended, or ``timeout`` seconds have passed."""
+        select.select([self._heard], [], [], timeout)
 
     def tell(self) -> None:
         """Let the other side know of what was put. Raises ``RingClosed``."""
@@ -101,6 +109,7 @@ class RingReader:
         self._heard, self._told = heard, told
         self._read = 0
         self._last = 0  #: how far the other side was told of
+        self._pieces: list[bytes] = []  #: of a message whose last piece has not come
 
     def messages(self, timeout: float) -> Iterator[bytes]:
         """What has come, after waiting up to ``timeout`` seconds for it. Raises ``RingClosed`` when all has been read
@@ -118,7 +127,16 @@ class RingReader:
             if length == _SKIP:
                 self._read += left
                 continue
-            yield self._map[at + _LENGTH.size : at + _LENGTH.size + length]
+            more = length & _MORE
+            length &= ~_MORE
+            piece = self._map[at + _LENGTH.size : at + _LENGTH.size + length]
+            if more or self._pieces:
+                self._pieces.append(piece)
+            if not more:
+                if self._pieces:
+                    piece = b"".join(self._pieces)
+                    self._pieces.clear()
+                yield piece
             self._read += _LENGTH.size + length
             if self._read - self._last >= self._capacity >> 4:
                 # Rarely: the other side reads these words only when the ring looks full, and then all of them.
