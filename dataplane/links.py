@@ -22,7 +22,9 @@ import contextlib
 import fcntl
 import mmap
 import os
+import select
 import struct
+import time
 from collections import deque
 from pathlib import Path
 
@@ -101,6 +103,8 @@ class Inlet:
         os.mkfifo(path, 0o600)
         # Open for writing too: the pipe then has no end of file when the writer is gone or not yet there.
         self.descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._poll = select.poll()
+        self._poll.register(self.descriptor, select.POLLIN)
         # A user with many pipes may be left with the usual 64 KiB: enough for 1,600 ids at a time.
         with contextlib.suppress(PermissionError):
             fcntl.fcntl(self.descriptor, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
@@ -116,6 +120,10 @@ class Inlet:
             data = data + part if data else part
             if len(part) < _READ_BYTES:
                 return data
+
+    def filled(self) -> bool:
+        """Whether there is something to read."""
+        return bool(self._poll.poll(0))
 
     def close(self) -> None:
         os.close(self.descriptor)
@@ -200,6 +208,19 @@ class StageLinks:
                 self._bells.append(_BELL.unpack_from(frame, at))
                 at += _BELL.size
         self._unread = frame[at:]
+
+    def spin(self, limit_us: int) -> bool:
+        """Look for inputs for so long without sleeping, leaving the core to whoever else wants it. Whether some came,
+        which ``drain`` takes in.
+        """
+        if self._inlet is None:
+            return False
+        deadline = time.monotonic_ns() + 1000 * limit_us
+        while not self._inlet.filled():
+            if time.monotonic_ns() >= deadline:
+                return False
+            os.sched_yield()
+        return True
 
     # -- hidden states ---------------------------------------------------------------------------------------
 

@@ -69,6 +69,8 @@ HEARTBEAT_US = 1_000_000
 #: How long a stage stands back for its neighbours: so much, and no more than this part of its last iteration.
 STAND_BACK_US = 500
 _STAND_BACK_PART = 8
+#: How much of that it looks for its inputs without sleeping: to be woken costs as much as to compute a small batch.
+SPIN_US = 200
 #: Messages that may lie here unread; what else comes waits in the socket, which has bounds of its own.
 _INBOX = 256
 #: At most one line about malformed frames in this time.
@@ -172,6 +174,8 @@ class Worker:
             return False
         wait_us = min(STAND_BACK_US, (outcome.ended_us - outcome.started_us) // _STAND_BACK_PART)
         running = self._executor.running
+        if not running and links.spin(min(wait_us, SPIN_US)):
+            return True
         source = self._done if running else links.inbound
         ready, _, _ = select.select([] if source is None else [source], [], [], wait_us / 1e6)
         return bool(ready) and not running

@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,7 +112,8 @@ class ScriptedRunner:
         self._inner.launch(batch, hidden)
         finished = self._inner.collect()
         self._ends_at = max(self._free_at, self._clock())
-        self._finished = replace(finished, started_us=_microseconds(now), ended_us=_microseconds(self._ends_at))
+        ended_us = _microseconds(self._ends_at)
+        self._finished = Finished(finished.output, _microseconds(now), ended_us, finished.logprobs)
         if self._alarm is not None:
             self._alarm.set(self._ends_at)
 

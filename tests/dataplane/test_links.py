@@ -2,6 +2,7 @@
 
 import os
 import select
+import time
 
 import numpy as np
 import pytest
@@ -55,6 +56,19 @@ def test_hidden_states_go_around_the_ring_more_than_once(chain):
         assert (receiver.hidden() == sent).all()
         receiver.finish_hidden()
         assert not receiver.has_hidden(step)
+
+
+def test_inputs_are_looked_for_without_sleeping(chain):
+    sender, receiver = chain[1], chain[2]
+    began = time.monotonic()
+    assert not receiver.spin(2_000)
+    assert time.monotonic() - began >= 0.002
+    sender.send_hidden(0, states(0, 2))
+    assert receiver.spin(60_000_000)
+    assert not receiver.has_hidden(0), "looking takes nothing in"
+    receiver.drain()
+    assert receiver.has_hidden(0)
+    assert not receiver.spin(0)
 
 
 def test_five_batches_may_be_under_way_and_are_not_overwritten(chain):
