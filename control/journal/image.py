@@ -250,8 +250,10 @@ class _Loader:
             for i in range(1, len(entry), 2):
                 made[self._value(entry[i])] = self._value(entry[i + 1])
         elif kind == "object":
+            # An interpreted object would take any name: those that it was made with are all that it may have.
+            known = {*attributes(type(made)), *getattr(made, "__dict__", ())}
             for i in range(2, len(entry), 2):
                 name = entry[i]
-                if not isinstance(name, str) or name.startswith("__"):
+                if name not in known:
                     raise ImageError(f"{entry[1]} has no attribute {name!r}")
                 setattr(made, name, self._value(entry[i + 1]))
