@@ -12,6 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from fuzz_server import command, fuzz
+from live_server import Interrupted
 
 
 def main() -> int:
@@ -21,7 +22,11 @@ def main() -> int:
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], help="sockets, by their names")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="end earlier, after this time")
     options = parser.parse_args()
-    report = fuzz(options.frames, options.seed, options.only, options.seconds, out=True)
+    try:
+        report = fuzz(options.frames, options.seed, options.only, options.seconds, out=True)
+    except Interrupted as interrupted:
+        print("fuzz: ended by", interrupted)
+        return interrupted.code
     print(*report.lines(), sep="\n")
     print("fuzz:", f"failed; again: {command(options.frames, options.seed)}" if report.wrong else "passed")
     return 1 if report.wrong else 0

@@ -23,7 +23,7 @@ import httpx
 import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-from live_server import HttpStream, LiveServer, Watch, live, wait_for
+from live_server import HttpStream, LiveServer, Watch, ended_by_signals, live, wait_for
 
 KINDS = 60
 RATE = 6.0  #: requests a second
@@ -193,7 +193,7 @@ def main() -> int:
     parser.add_argument("--model", default="scripted")
     options = parser.parse_args()
     extra = ["--step-ms", "5", "--worker-arg=--num-blocks=600"] if options.model == "scripted" else []
-    with live(options.model, "--stages", "2", "--replicas", "2", *extra) as server:
+    with ended_by_signals(), live(options.model, "--stages", "2", "--replicas", "2", *extra) as server:
         tally = run(server, options.minutes, options.seed)
         settle(server, tally)
         code = server.stop()  # asserts that no process and no file is left

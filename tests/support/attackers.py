@@ -353,8 +353,12 @@ class Master:
         with self.log.open("wb") as log:
             self.process = subprocess.Popen([*command, "--num-blocks", "64"], stdout=log, stderr=log)
         self._peer = b""
-        self._find(Hello)
-        self.honest()
+        try:
+            self._find(Hello)
+            self.honest()
+        except BaseException:
+            self.close()
+            raise
 
     def turn(self) -> None:
         for _ in range(TURN // 2):

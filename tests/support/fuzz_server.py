@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -25,7 +26,7 @@ from evenflow.control.client import Client
 from evenflow.control.wire.keys import Role, dial_keys
 from evenflow.control.wire.sockets import WireContext, close_context, new_context
 from hostile import TRAP
-from live_server import HttpStream, LiveServer, wait_for
+from live_server import HttpStream, LiveServer, ended_by_signals, wait_for
 
 CLUSTER = """
 model = "scripted"
@@ -133,8 +134,8 @@ class Honest(threading.Thread):
             return [token for chunk in stream for token in chunk.ids]
 
 
-def attackers(server: LiveServer, context: WireContext, folder: Path, seed: int) -> list[Attacker]:
-    """One for each socket."""
+def attackers(server: LiveServer, context: WireContext, folder: Path, seed: int) -> Iterator[Attacker]:
+    """One for each socket, made when it is asked for."""
 
     def door(role: Role) -> str:
         found = re.search(rf"^{role}s on other machines dial (tcp://\S+)", server.log, re.MULTILINE)
@@ -149,21 +150,19 @@ def attackers(server: LiveServer, context: WireContext, folder: Path, seed: int)
     run = Path(clients.removeprefix("ipc://")).parent
     workers, events = f"ipc://{run}/workers", f"ipc://{run}/events"
     of_worker, of_client = (dial_keys(folder / "keys", role) for role in ("worker", "client"))
-    return [
-        Dealer(context, "workers", workers, "from worker", seed),
-        Dealer(context, "clients", clients, "from client", seed + 1),
-        Dealer(context, "workers' door", door("worker"), "from worker", seed + 2, of_worker),
-        Dealer(context, "clients' door", door("client"), "from client", seed + 3, of_client),
-        Raw("raw workers", str(run / "workers"), "from worker", seed),
-        Raw("raw clients", str(run / "clients"), "from client", seed + 1),
-        Raw("raw events", str(run / "events"), "record", seed + 2),
-        Raw("raw workers' door", place("worker"), "from worker", seed + 3),
-        Raw("raw clients' door", place("client"), "from client", seed + 4),
-        Subscriber(context, "events", events, seed),
-        Caller("gateway", server.url, seed),
-        Master(context, "a worker", folder, seed),
-        Host(context, "a client", folder, seed),
-    ]
+    yield Dealer(context, "workers", workers, "from worker", seed)
+    yield Dealer(context, "clients", clients, "from client", seed + 1)
+    yield Dealer(context, "workers' door", door("worker"), "from worker", seed + 2, of_worker)
+    yield Dealer(context, "clients' door", door("client"), "from client", seed + 3, of_client)
+    yield Raw("raw workers", str(run / "workers"), "from worker", seed)
+    yield Raw("raw clients", str(run / "clients"), "from client", seed + 1)
+    yield Raw("raw events", str(run / "events"), "record", seed + 2)
+    yield Raw("raw workers' door", place("worker"), "from worker", seed + 3)
+    yield Raw("raw clients' door", place("client"), "from client", seed + 4)
+    yield Subscriber(context, "events", events, seed)
+    yield Caller("gateway", server.url, seed)
+    yield Master(context, "a worker", folder, seed)
+    yield Host(context, "a client", folder, seed)
 
 
 def storm(
@@ -283,51 +282,48 @@ def idle(server: LiveServer, report: Report) -> None:
 def fuzz(
     frames: int, seed: int, only: Sequence[str] = (), seconds: float = float("inf"), out: bool = False
 ) -> Report:
-    """Start a server, send it so many messages, or as many as it takes in ``seconds``, and end it."""
+    """Start a server, send it so many messages, or as many as it takes in ``seconds``, and end it. Raises
+    ``Interrupted`` when a signal ends it before, with all that it has started."""
     report = Report()
-    with tempfile.TemporaryDirectory(prefix="ef", dir="/tmp") as name:
+    with ended_by_signals(), tempfile.TemporaryDirectory(prefix="ef", dir="/tmp") as name, ExitStack() as started:
         folder = Path(name)
         make_keys(folder / "keys")
         (folder / "cluster.toml").write_text(CLUSTER)
         context = new_context()
+        started.callback(close_context, context)
         # Books are checked after each step, which takes most of the time: else only whenever nothing runs.
         checked = {"EVENFLOW_CHECK": "1"} if frames <= CHECKED else {}
         server = LiveServer("", cluster=folder / "cluster.toml", env=checked)
+        started.callback(server.close)
+        started.callback(lambda: print(server.log[-20_000:], file=sys.stderr) if report.wrong and out else None)
+        server.ready()
+        honest = Honest(server, report)
+        honest.start()
         enemies: list[Attacker] = []
-        try:
-            server.ready()
-            honest = Honest(server, report)
-            honest.start()
-            enemies = attackers(server, context, folder, seed)
-            if only:
-                for enemy in [enemy for enemy in enemies if enemy.name not in only]:
-                    enemy.close()
-                    enemies.remove(enemy)
-            with Client(server.endpoint, name="watcher") as watcher:
-                storm(server, watcher, enemies, frames, seconds, report, out)
-            honest.finish()
-            for enemy in enemies:
-                if isinstance(enemy, Master | Host):
-                    enemy.honest()
-            judge(server, enemies, report)
-            for enemy in enemies:
+        for enemy in attackers(server, context, folder, seed):
+            if isinstance(enemy, Master):
+                started.callback(enemy.process.kill)
+            if only and enemy.name not in only:
                 enemy.close()
-                report.sent[enemy.name] = enemy.sent
-                if isinstance(enemy, Caller):
-                    report.wrong += enemy.wrong[:5]
-                    report.statuses = dict(sorted(enemy.statuses.items()))
-            idle(server, report)
-            code = server.stop()
-            if code:
-                report.wrong.append(f"exit code {code}")
-        finally:
-            if report.wrong and out:
-                print(server.log[-20_000:], file=sys.stderr)
-            server.close()
-            for enemy in enemies:
-                if isinstance(enemy, Master):
-                    enemy.process.kill()
-            close_context(context)
+            else:
+                enemies.append(enemy)
+        with Client(server.endpoint, name="watcher") as watcher:
+            storm(server, watcher, enemies, frames, seconds, report, out)
+        honest.finish()
+        for enemy in enemies:
+            if isinstance(enemy, Master | Host):
+                enemy.honest()
+        judge(server, enemies, report)
+        for enemy in enemies:
+            enemy.close()
+            report.sent[enemy.name] = enemy.sent
+            if isinstance(enemy, Caller):
+                report.wrong += enemy.wrong[:5]
+                report.statuses = dict(sorted(enemy.statuses.items()))
+        idle(server, report)
+        code = server.stop()
+        if code:
+            report.wrong.append(f"exit code {code}")
     return report
 
 

@@ -218,6 +218,37 @@ def live(
         server.close()
 
 
+class Interrupted(KeyboardInterrupt):
+    """SIGTERM or SIGINT came. ``code`` is the exit code that tells of it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.code = 128 + number
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGINT raise ``Interrupted`` here, the first of them only: so what was started is ended on the way
+    out, which servers in sessions of their own would outlive otherwise. Only a main thread can be told."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, _: object) -> None:
+        for other in before:
+            signal.signal(other, signal.SIG_IGN)
+        raise Interrupted(number)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    for number in before:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 class HttpStream(threading.Thread):
     """One streamed answer, read as it comes. ``body`` is what is posted; ``text`` what has come."""
 
