@@ -47,7 +47,8 @@ _GAP_S = 0.001
 
 #: Seconds before the end of the running iteration at which the next plan is made: at first, at least, at most.
 _FIRST_LEAD_S, _LEAST_LEAD_S, _MOST_LEAD_S = 0.006, 0.002, 0.25
-#: A plan that was late lengthens the lead, one that was not shortens it.
+#: A plan that was held and late lengthens the lead, each that was in time shortens it: also one that was not held,
+#: since the lead may be what kept it from that, and would else stay so for ever.
 _LEAD_GROWS, _LEAD_SHRINKS = 1.5, 0.998
 #: A plan is not held for less.
 _LEAST_WAIT_S = 0.001
@@ -60,12 +61,12 @@ class Timed:
 
     __slots__ = ("features", "held", "made_at", "seconds", "target")
 
-    def __init__(self, features: Features, seconds: float, target: float, made_at: float, held: bool) -> None:
+    def __init__(self, features: Features, seconds: float, target: float, made_at: float, held: float) -> None:
         self.features = features
         self.seconds = seconds  #: of the iteration on one stage
         self.target = target  #: of the round, in seconds
         self.made_at = made_at
-        self.held = held  #: made later than it could have been
+        self.held = held  #: seconds of the iteration that it was made late in, 0 if it was made at once
 
 
 class _Tick:
@@ -112,7 +113,7 @@ class Budget:
         self._counts: dict[float, int] = {}
         self._waited = 0  #: iterations since prefill last had some, while it waited for room
         self._begun = 0.0  #: when the oldest plan that is out could begin
-        self._holds = False  #: the next plan is being held
+        self._holds = 0.0  #: seconds of the iteration in which the next plan is being held, 0 if it is not
         # Of the choice that was begun, which becomes an iteration only if a plan is made of it.
         self._withholds = False  #: prefill waits
         self._overloaded = False  #: its decodes alone miss the target
@@ -127,7 +128,7 @@ class Budget:
         self.strictest = inf
         self._counts = {}
         self._waited = self.kept_out = 0
-        self._holds = False
+        self._holds = 0.0
         self._planned, self._measured, self._predicted = [], [], []
         self._ticks = [None] * self._stages
 
@@ -309,8 +310,8 @@ class Budget:
         if self._overloaded:
             self.unreachable += 1
         self._withholds = self._overloaded = False
-        held, self._holds = self._holds, False
-        if held:
+        held, self._holds = self._holds, 0.0
+        if held > 0.0:
             self.plans_held += 1
         seconds = self.model.predict(features)
         _keep(self._planned, seconds, 2 * self._stages)
@@ -346,7 +347,7 @@ class Budget:
         at = self._begun + wait
         if self.now >= at - _EARLY_S:
             return -inf
-        self._holds = True
+        self._holds = seconds
         return at
 
     # ---- learning --------------------------------------------------------------------------------------------
@@ -363,12 +364,11 @@ class Budget:
             self._trust(int(timed.features.prefill + timed.features.decodes))
         else:
             took = timed.seconds
-        if timed.held:
-            if starved > 0.0:
-                self.plans_late += 1
-                self.lead = min(self.lead * _LEAD_GROWS + starved, _MOST_LEAD_S)
-            else:
-                self.lead = max(self.lead * _LEAD_SHRINKS, _LEAST_LEAD_S)
+        if starved <= 0.0:
+            self.lead = max(self.lead * _LEAD_SHRINKS, _LEAST_LEAD_S)
+        elif timed.held > 0.0:
+            self.plans_late += 1
+            self._lengthen_lead(starved, timed.held)
         _keep(self._measured, took, 4 * self._stages)
         _keep(self._predicted, timed.seconds, 4 * self._stages)
         self._results += 1
@@ -394,6 +394,12 @@ class Budget:
         if seconds < _PAUSE * expected * (1.0 + self.margin.value):
             # A pause is not undone by smaller chunks.
             self.margin.learn(seconds / expected - 1.0)
+
+    def _lengthen_lead(self, starved: float, iteration: float) -> None:
+        """A plan that was held in an ``iteration`` of so many seconds came ``starved`` seconds late. One that came
+        very late tells of a pause, and a lead longer than the iteration leaves no plan to hold."""
+        grown = self.lead * _LEAD_GROWS + min(starved, self.lead)
+        self.lead = max(self.lead, min(grown, iteration, _MOST_LEAD_S))
 
     def _trust(self, tokens: int) -> None:
         if tokens > self._trusted:
