@@ -33,7 +33,8 @@ class Pool {
         next_.store(0, std::memory_order_relaxed);
         // Nobody is inside a closed job, so only this thread changes the state here.
         const uint32_t open = ((state_.load(std::memory_order_relaxed) & ~(OPEN | INSIDE)) + JOB) | OPEN;
-        state_.store(open, std::memory_order_release);
+        // Sequentially consistent, as the look for sleepers that follows: it must not come before.
+        state_.store(open, std::memory_order_seq_cst);
         state_.notify_all();
         work(body, context, units);
         state_.fetch_and(~OPEN, std::memory_order_relaxed);
