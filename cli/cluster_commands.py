@@ -15,11 +15,13 @@ def launch(
     from .cluster import read_cluster
     from .launcher import serve as run_server
     from .options import check_keys, check_model, settle
+    from .precision import settle_dtype
 
     options, notes = settle(read_cluster(file))
     check_keys(options)
     check_model(options)
-    raise typer.Exit(run_server(options, notes))
+    options, measured = settle_dtype(options)
+    raise typer.Exit(run_server(options, [*notes, *measured]))
 
 
 def worker(

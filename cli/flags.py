@@ -10,6 +10,16 @@ class Dtype(enum.StrEnum):
     INT4 = "int4"
 
 
+class ServedDtype(enum.StrEnum):
+    """The same, or that the quickest of them is to be found."""
+
+    AUTO = "auto"
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
+    INT8 = "int8"
+    INT4 = "int4"
+
+
 class Policy(enum.StrEnum):
     """``control.core.bounds.POLICIES``, which would take longer to import."""
 

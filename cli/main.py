@@ -14,8 +14,8 @@ import typer
 from .. import __version__
 from .bench_commands import bench
 from .cluster_commands import keys, launch, worker
-from .errors import MemoryShort, UsageError
-from .flags import SETTINGS, Admission, Dtype, LogLevel, Policy, env
+from .errors import MeasureFailed, MemoryShort, UsageError
+from .flags import SETTINGS, Admission, Dtype, LogLevel, Policy, ServedDtype, env
 from .journal_commands import JournalFile, JournalIds, JournalSize, replay, whatif
 from .profile_commands import profile
 from .simulate_commands import Simulated, capacity, simulate, tune
@@ -113,13 +113,14 @@ def serve(
         ),
     ] = None,
     dtype: Annotated[
-        Dtype,
+        ServedDtype,
         typer.Option(
             "--dtype",
             envvar=env("dtype"),
-            help="Type of weights; int8 and int4 compute in whole numbers, with a KV cache in bfloat16.",
+            help="Type of weights; int8 and int4 compute in whole numbers, with a KV cache in bfloat16; auto measures"
+            " which is the quickest here.",
         ),
-    ] = Dtype.BFLOAT16,
+    ] = ServedDtype.BFLOAT16,
     kv_cache_memory: Annotated[
         str | None,
         typer.Option(
@@ -295,6 +296,7 @@ def serve(
         parse_weights,
         settle,
     )
+    from .precision import settle_dtype
 
     options, notes = settle(
         ServeOptions(
@@ -335,7 +337,8 @@ def serve(
     )
     check_model(options)
     check_journal(options)
-    raise typer.Exit(run_server(options, notes))
+    options, measured = settle_dtype(options)
+    raise typer.Exit(run_server(options, [*notes, *measured]))
 
 
 _Url = Annotated[
@@ -487,7 +490,7 @@ def run() -> None:
     except UsageError as error:
         print(f"evenflow: {error}", file=sys.stderr)
         sys.exit(2)
-    except MemoryShort as error:
+    except (MeasureFailed, MemoryShort) as error:
         print(f"evenflow: {error}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:

@@ -43,6 +43,8 @@ _SCALE = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 DTYPES = ("bfloat16", "float32", "int8", "int4")
+#: Stands for the quickest of these, which the launcher finds out (``precision``).
+AUTO = "auto"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -217,8 +219,8 @@ def _refuse(options: ServeOptions) -> str | None:
         return f"--simulate needs a model with sizes, which {SCRIPTED} has not."
     if o.scripted and o.step_ms < 0:
         return f"--step-ms {o.step_ms:g} is negative."
-    if o.dtype not in DTYPES:
-        return f"--dtype {o.dtype} is not one of {', '.join(DTYPES)}."
+    if o.dtype not in (AUTO, *DTYPES):
+        return f"--dtype {o.dtype} is not one of {', '.join((AUTO, *DTYPES))}."
     if o.log_level not in LOG_LEVELS:
         return f"--log-level {o.log_level} is not one of {', '.join(LOG_LEVELS)}."
     return _refuse_network(o)
