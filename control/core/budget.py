@@ -27,10 +27,14 @@ if TYPE_CHECKING:
     from .policy import Chunks
     from .sequence import Sequence
 
-#: The least prefill worth an iteration, where the device has no tile of its own.
-LEAST_CHUNK = 16
-#: Where decodes leave no room, prefill gets one tile in so many iterations.
-EVERY = 4
+#: Where the device has no tile of its own: the least chunk of a prompt that is being read, since fewer tokens read
+#: the keys and values before them for little; and the least to begin one with, for which there must be room beside
+#: decodes that will take longer as they grow.
+LEAST_CHUNK, LEAST_START = 4, 8
+#: Where decodes leave no room, one in so many iterations has prefill all the same: what fits but for the margin, and
+#: of a prompt that is being read at least what takes this part of the time of the decodes. The iteration is missed
+#: anyway, and while a prompt is read the decodes only grow: the sooner it has been, the more rounds hold the target.
+EVERY, FORCED = 4, 0.5
 #: A request that prefills in progress keep out, since what they leave is not worth a chunk, goes before them after so
 #: many iterations; one that decodes keep out is admitted after so many. Its first tile then breaks the target, but so
 #: seldom that it is held for 99 % of rounds.
@@ -233,16 +237,19 @@ class Budget:
 
     # ---- planning --------------------------------------------------------------------------------------------
 
-    def open(self, decodes: int, kv_tokens: int, computed: int, hurried: Hurry | None = None) -> bool:
+    def open(
+        self, decodes: int, kv_tokens: int, computed: int, reads: bool = False, hurried: Hurry | None = None
+    ) -> bool:
         """Begin the choice for an iteration that holds ``decodes``; whether it may have prefill.
 
-        ``computed``: of the prompt that has waited longest. Sets ``seconds``, ``tokens``, ``admits`` and ``limit``.
+        ``computed``: of the prompt that has waited longest; ``reads``: it is being read. Sets ``seconds``,
+        ``tokens``, ``admits`` and ``limit``.
         """
         trusted = TRUST * self._trusted
         most = self.most if self.most < trusted else trusted
         self.tokens = most - decodes
         if self.tokens <= 0:
-            self.tokens = LEAST_CHUNK if self.most - decodes >= LEAST_CHUNK else self.most - decodes
+            self.tokens = min(LEAST_START, self.most - decodes)
             if self.tokens <= 0:
                 return False
         self.admits = True
@@ -252,13 +259,14 @@ class Budget:
             self._waited = 0
             self.seconds = self.chunk_s(self.tokens, computed)
             return True
-        tile = self.tile if self.tile else LEAST_CHUNK
-        first = min(tile - decodes % tile, self.tokens)
+        start = min(self.tile - decodes % self.tile if self.tile else LEAST_START, self.tokens)
+        first = min(LEAST_CHUNK, start) if reads and not self.tile else start
         base = self.model.predict(Features(0, 0, decodes, kv_tokens))
         spare = self.limit - base
         least = self.chunk_s(first, computed)
         if spare >= least:
             self._waited = 0
+            self.admits = spare >= self.chunk_s(start, 0) or self.kept_out >= PATIENCE
             tokens = self.chunk_tokens(spare, computed)
             batch = Features(tokens, attention_work(computed, tokens), decodes, kv_tokens)
             # What is not known well is taken to be the longer.
@@ -271,16 +279,17 @@ class Budget:
             self._withholds = True
             return False
         self._waited = 0
-        # What fits but for the margin breaks the target once in EVERY at the most. A target that one decode alone
+        # Whatever this one holds, it breaks the target once in EVERY at the most. A target that one decode alone
         # would miss is missed however few are admitted.
         room = self.iteration_s(self.strictest, 0.0) - base
-        fits = room >= least
         self.admits = (
             self.kept_out >= PATIENCE
-            or fits
-            or self.model.predict(Features(first, attention_work(0, first), 1, 1)) > self.limit
+            or room >= self.chunk_s(start, 0)
+            or self.model.predict(Features(start, attention_work(0, start), 1, 1)) > self.limit
         )
-        self.tokens = self.chunk_tokens(room, computed) if fits else first
+        if reads and room < FORCED * base:
+            room = FORCED * base
+        self.tokens = max(self.chunk_tokens(room, computed), first)
         self.seconds = self.chunk_s(self.tokens, computed)
         return True
 
@@ -289,7 +298,7 @@ class Budget:
         A first token that would be late so makes chunks grow to all of it."""
         half = 0.5 * self.seconds
         tokens = self.chunk_tokens(half, computed)
-        tile = self.tile if self.tile else LEAST_CHUNK
+        tile = self.tile if self.tile else LEAST_START
         if tokens >= tile and not hurry.late(tokens / (base + half), self.now):
             self.seconds = half
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .budget import LEAST_CHUNK, TURN, Budget, Hurry
+from .budget import LEAST_CHUNK, LEAST_START, TURN, Budget, Hurry
 from .policy import Chunks
 from .timing import attention_work
 
@@ -26,7 +26,7 @@ def timed_chunks(replica: Replica, budget: Budget, decodes: int, kv_tokens: int)
         if not prefills:
             return []
     first = prefills[0].computed if prefills else 0
-    if not budget.open(decodes, kv_tokens, first, _hurry(replica)):
+    if not budget.open(decodes, kv_tokens, first, bool(prefills), _hurry(replica)):
         return []
     left = budget.seconds
     kept = left
@@ -45,7 +45,7 @@ def timed_chunks(replica: Replica, budget: Budget, decodes: int, kv_tokens: int)
     if budget.admits:
         while True:
             size = budget.chunk_tokens(kept, 0)
-            if size < LEAST_CHUNK and (fresh or (old and budget.kept_out < TURN)):
+            if size < LEAST_START and (fresh or (old and budget.kept_out < TURN)):
                 break
             new = replica.admit(size) if size else None
             if new is None:

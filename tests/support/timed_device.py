@@ -88,7 +88,8 @@ class Seen:
 
 class TimedDevice:
     """``law(stage, now)`` is a stage's law at a time. Everything travels for ``hop`` seconds; timers are up to a
-    millisecond late; iterations scatter by ``noise`` of themselves."""
+    millisecond late; iterations scatter by ``noise`` of themselves. ``spikes``: the share of iterations that take so
+    many times as long, and how many."""
 
     def __init__(
         self,
@@ -97,12 +98,13 @@ class TimedDevice:
         *,
         stages: int = 1,
         noise: float = 0.0,
+        spikes: tuple[float, float] = (0.0, 1.0),
         hop: float = 0.0002,
         blocks: int = 100_000,
         profile: list[Sample] | None = None,
         seed: int = 1,
     ) -> None:
-        self.law, self.stages, self.noise, self.hop = law, stages, noise, hop
+        self.law, self.stages, self.noise, self.spikes, self.hop = law, stages, noise, spikes, hop
         self.engine = Engine(limits)
         self.seen = Seen()
         self.now = 0.0
@@ -185,6 +187,8 @@ class TimedDevice:
             took = self.law(stage, started)(features)
             if self.noise:
                 took *= max(0.5, 1.0 + self._draw.gauss(0.0, self.noise))
+            if self.spikes[0] and self._draw.random() < self.spikes[0]:
+                took *= self.spikes[1]
             end = self._free[stage] = started + took
             ready = end + self.hop
         for slot in [*slots, *finals]:

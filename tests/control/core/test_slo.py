@@ -23,7 +23,7 @@ BEST_FIXED = {
 
 
 @pytest.mark.parametrize("stages", STAGES)
-@pytest.mark.parametrize("law", list(LAWS))
+@pytest.mark.parametrize("law", list(BEST_FIXED))
 def test_the_target_is_held_at_the_throughput_of_the_best_fixed_budget(law: str, stages: int) -> None:
     server = busy(device(law, stages=stages), 40.0)
     assert held(server, 10.0) >= 0.99
@@ -111,7 +111,7 @@ def test_the_chunks_of_a_prompt_shrink_as_its_context_grows() -> None:
 # ---- case SCH-1 ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("law", list(LAWS))
+@pytest.mark.parametrize("law", list(BEST_FIXED))
 def test_the_worst_gap_depends_on_the_target_and_not_on_the_prompt(law: str) -> None:
     """A decodes 300 tokens; at its token 50 B sends 1k tokens, or 8k."""
     worst: dict[int, float] = {}
@@ -251,9 +251,11 @@ def test_streams_that_leave_no_room_and_do_not_end_keep_a_prompt_out_for_a_bound
     before = next(n for n, i in enumerate(iterations) if i.chunks)
     assert 200 < before <= PATIENCE + EVERY
     assert held(server, since, iterations[before].sent, target=0.014) >= 0.99
-    # From then on it reads a tile in every fourth iteration.
+    # From then on it reads in each iteration that leaves room for a least chunk, else in every fourth.
     read = [n for n, i in enumerate(iterations) if i.chunks]
-    assert {after - n for n, after in pairwise(read)} == {EVERY}
+    assert {after - n for n, after in pairwise(read)} <= {1, EVERY}
+    end = server.seen.requests[8].first
+    assert held(server, end + 0.1, end + 10.0, target=0.014) >= 0.99
 
 
 def test_a_short_prompt_goes_before_a_long_one_that_leaves_it_no_chunk() -> None:
