@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ..wire import Register
 from .blocks import NO_MATCH, BlockPool, Match
 from .packing import pack_u32
+from .routing import owe
 from .sequence import Phase, Sequence
 from .sharing import awaits_prefix
 
@@ -124,6 +125,7 @@ def _start(replica: Replica, seq: Sequence) -> bool:
 def begin(replica: Replica, seq: Sequence, computed: int) -> None:
     """Let ``seq``, which has its blocks and ``computed`` tokens in them, run in a free slot; workers are told."""
     seq.computed = computed
+    owe(replica, seq, (len(seq.tokens) >> 2) - computed)
     seq.phase = Phase.PREFILL
     replica.waiting.started(seq)
     slot = heappop(replica.free_slots)

@@ -1,7 +1,7 @@
 """The engine: ``step(event, now)`` takes one event and returns what must be done about it.
 
-It keeps every unfinished request, routes requests over replicas (longest cached prefix, then least load), and lets
-each replica plan ahead. A replica that is lost gives its requests to the others, or keeps them waiting here.
+It keeps every unfinished request, routes requests over replicas (``routing``), and lets each replica plan ahead. A
+replica that is lost gives its requests to the others, or keeps them waiting here.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from .expiry import Expiry
 from .migration import Migration
 from .orders import assign, make_ledger
 from .replica import Replica
+from .routing import route
 from .sequence import Phase, Sequence
 from .slo import set_targets, slo_problem
 from .timing import Features
@@ -327,7 +328,7 @@ class Engine:
 
     def _unpark(self, effects: list[Effect]) -> None:
         """Queue those whose leader's prompt is planned, or no longer will be. Its blocks are in the prefix cache of
-        its replica: so they are routed there."""
+        its replica, which attracts them."""
         for leader, followers in list(self.parked.items()):
             if leader.phase < Phase.DECODE:
                 continue
@@ -339,24 +340,12 @@ class Engine:
     # ---- replicas --------------------------------------------------------------------------------------------
 
     def _route(self, seq: Sequence) -> None:
-        best = None
-        if len(self._entrances) == 1:
-            best = self._entrances[0]
-        elif self._entrances:
-            best = min(
-                self._entrances,
-                key=lambda r: (
-                    -r.pool.match(seq.tokens, seq.salt).blocks,
-                    len(r.running) + len(r.waiting),
-                    r.index,
-                ),
-            )
-        if best is None:
+        home = route(self._entrances, seq)
+        if home is None:
             self.homeless.append(seq)
             self.homeless.sort(key=lambda s: s.order)
         else:
-            self._homes[seq] = best
-            best.enqueue(seq)
+            self._homes[seq] = home
 
     def _replica_up(self, event: ReplicaUp, effects: list[Effect]) -> None:
         if event.replica in self.replicas:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from .budget import Timed
 from .lane import Lane
+from .packing import bits
 from .sequence import Sequence
 from .timing import Features
 
@@ -40,3 +43,16 @@ class InFlight:
         #: The only client whose rows these are; -1 if there is none, or may be several.
         self.sole = next(iter(lane.owners)) if ticks and len(lane.owners) == 1 else -1
         self.timed: Timed | None = None  #: what was predicted of it, if the budget is in seconds
+
+
+def named(records: Iterable[InFlight], owners: list[Sequence | None]) -> dict[Sequence, None]:
+    """Every sequence of which a chunk or a token is computed in one of ``records``."""
+    found: dict[Sequence, None] = {}
+    for record in records:
+        for seq in record.finals + record.partial:
+            found[seq] = None
+        for slot in bits(record.decodes):
+            own = owners[slot]
+            if own is not None:
+                found[own] = None
+    return found

@@ -59,7 +59,13 @@ def check_replica(replica: Replica) -> None:
         _require(not seq.table and not seq.node and not seq.dups, f"{seq} holds blocks")
     queued = sum(seq.known for seq in replica.waiting)
     _require(replica.waiting.tokens == queued, f"{replica.waiting.tokens} tokens counted as waiting, not {queued}")
+    owed = sum(seq.owed for seq in [*replica.waiting, *replica.prefills])
+    _require(replica.owed == owed, f"{replica.owed} tokens counted as owed, not {owed}")
+    for seq in [*replica.running, *replica.settling]:
+        left = seq.known - seq.computed if seq.phase is Phase.PREFILL else 0
+        _require(seq.owed == left, f"{seq} owes {seq.owed} tokens, {left} are to be computed")
     for seq in replica.waiting:
+        _require(0 < seq.owed <= seq.known, f"{seq} waits, and owes {seq.owed} tokens")
         _require(seq.phase is Phase.WAITING and not seq.pending, f"{seq} waits")
     decoding = {s for s in replica.running if s.phase is Phase.DECODE}
     for lane in replica.lanes:

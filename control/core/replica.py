@@ -23,13 +23,14 @@ from .blocks import BlockPool
 from .budget import Budget
 from .events import Delivered, Ended, Limits, OutOfStep, SendPlan
 from .fair import Ledger
-from .inflight import InFlight
+from .inflight import InFlight, named
 from .lane import Lane
 from .orders import make_queue
-from .packing import bits, pack_u16, pack_u32, span
+from .packing import pack_u16, pack_u32, span
 from .policies import make_policy
 from .policy import Chunks
 from .role import Role
+from .routing import owe
 from .sequence import Phase, Sequence
 from .timing import Features
 from .waiting import WaitingQueue
@@ -60,6 +61,7 @@ class Replica:
         self.lanes = [Lane(i, num_slots, limits.block_size) for i in range(stages)]
         self.waiting = make_queue(limits, ledger)
         self.prefills: list[Sequence] = []  #: admitted, chunks to be planned; by admission order
+        self.owed = 0  #: tokens to be computed of those that wait and of the prefills: the sum of ``Sequence.owed``
         self.running: dict[Sequence, None] = {}  #: PREFILL and DECODE
         self.settling: dict[Sequence, None] = {}
         self.inflight: deque[InFlight] = deque()
@@ -90,9 +92,10 @@ class Replica:
 
     # ---- admission -------------------------------------------------------------------------------------------
 
-    def enqueue(self, seq: Sequence) -> None:
-        """Put ``seq`` into the waiting queue at its place in the admission order."""
+    def enqueue(self, seq: Sequence, owed: int) -> None:
+        """Put ``seq``, of which about ``owed`` tokens are to be computed, into the waiting queue at its place."""
         seq.phase = Phase.WAITING
+        owe(self, seq, owed)
         self.waiting.push(seq)
 
     def admit(self, room: int) -> Sequence | None:
@@ -228,6 +231,8 @@ class Replica:
         live = record.live
         for seq, taken in chunks:
             computed = seq.computed = seq.computed + taken
+            seq.owed -= taken
+            self.owed -= taken
             pool.name(seq, computed // block_size)
             if computed < len(seq.tokens) >> 2:
                 record.partial.append(seq)
@@ -307,6 +312,7 @@ class Replica:
             self._leave_lane(seq, lane)
         if seq.phase is Phase.PREFILL and seq in self.prefills:
             self.prefills.remove(seq)
+            owe(self, seq, 0)
         if seq.table:
             pool = self.pool
             known, computed = len(seq.tokens) >> 2, seq.computed
@@ -347,13 +353,15 @@ class Replica:
         else:
             ends.append(Ended(seq, seq.slot, "paused"))
             if not self.role.hands_on(seq):
-                self.enqueue(seq)
+                # What of it stays cached until then is not known.
+                self.enqueue(seq, seq.known)
 
     def remove(self, seq: Sequence) -> None:
         """End ``seq`` wherever it is; rows of it that are in flight become void."""
         phase = seq.phase
         if phase is Phase.WAITING:
             self.waiting.remove(seq)
+            owe(self, seq, 0)
         elif phase is not Phase.DONE:
             if phase is not Phase.SETTLING:
                 self._settle(seq)
@@ -462,14 +470,7 @@ class Replica:
         Sequences in a plan that may have been running count one death more: in any that is out, since a worker
         launches the next plan before it tells of the last, and dies with what it had not told.
         """
-        suspects: dict[Sequence, None] = {}
-        for record in self.inflight:
-            for seq in record.finals + record.partial:
-                suspects[seq] = None
-            for slot in bits(record.decodes):
-                own = self.owners[slot]
-                if own is not None:
-                    suspects[own] = None
+        suspects = named(self.inflight, self.owners)
         ended = self.ended
         for seq in [*self.running, *self.settling]:
             if seq.lane is not None:
@@ -478,13 +479,13 @@ class Replica:
         unfinished = sorted([*self.running, *self.settling, *self.waiting], key=_order)
         for seq in unfinished:
             seq.phase = Phase.WAITING
-            seq.slot, seq.pending, seq.computed = -1, 0, 0
+            seq.slot, seq.pending, seq.computed, seq.owed = -1, 0, 0, 0
             seq.table, seq.node, seq.named, seq.dups = [], None, 0, []
             if seq in suspects:
                 seq.deaths += 1
                 seq.doubt_len = seq.known
         self.waiting.close()
-        self.waiting, self.prefills, self.running, self.settling = WaitingQueue(), [], {}, {}
+        self.waiting, self.prefills, self.running, self.settling, self.owed = WaitingQueue(), [], {}, {}, 0
         self.inflight.clear()
         self.ended = []
         self.role = Role()

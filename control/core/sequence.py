@@ -68,6 +68,7 @@ class Sequence(Holder):
         "max_len",
         "min_len",
         "order",
+        "owed",
         "owner",
         "passed",
         "pending",
@@ -110,6 +111,7 @@ class Sequence(Holder):
         self.told = 1  #: first prompt token whose log-probability has not been told, if they are wanted
         self.phase = Phase.WAITING
         self.computed = 0  #: up to date in PREFILL only; see ``planned``
+        self.owed = 0  #: tokens still to be computed, while it waits on a replica (as far as is known) or in PREFILL
         self.cached = 0  #: tokens found in the prefix cache at the first admission
         self.deaths = 0  #: times a worker died with this sequence in the running iteration
         self.doubt_len = 0  #: known length at the last such death

@@ -165,14 +165,14 @@ def test_siblings_go_where_their_leader_is() -> None:
     server = shadow_server(budget=64, replicas=2)
     # The second replica has less to do when the siblings come.
     server.submit(0, prompt(20), 50)
-    server.submit(1, prompt(100, seed=2), 30)
+    server.submit(1, prompt(400, seed=2), 30)
     server.submit(2, prompt(20, seed=3), 50)
     for key in range(3, 7):
-        server.submit(key, prompt(100, seed=2), 30, leader=1)
+        server.submit(key, prompt(400, seed=2), 30, leader=1)
     server.run()
-    home = next(sent.replica for sent in server.plans for r in sent.registers if r.prompt_len == 100)
-    assert all(sent.replica == home for sent in server.plans for r in sent.registers if r.prompt_len == 100)
-    assert [server.clients[0].cached[key] for key in range(3, 7)] == [96] * 4
+    home = next(sent.replica for sent in server.plans for r in sent.registers if r.prompt_len == 400)
+    assert all(sent.replica == home for sent in server.plans for r in sent.registers if r.prompt_len == 400)
+    assert [server.clients[0].cached[key] for key in range(3, 7)] == [384] * 4
 
 
 def test_parked_siblings_do_not_hold_up_those_behind_them() -> None:
