@@ -150,16 +150,16 @@ def _whole(x: Tensor) -> tuple[Tensor, Tensor]:
 class Int8Linear:
     """``x @ weight.T + bias`` for ``x`` float32[rows, in], with weights in 8 bits."""
 
-    __slots__ = ("_bias", "_packed", "_plain", "in_features", "out_features")
+    __slots__ = ("_bias", "_plain", "in_features", "out_features", "packed")
 
     def __init__(self, weight: Int8Weight, bias: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.values.shape
         self._bias = None if bias is None else bias.to(torch.float32).contiguous()
         #: The weights of operations of torch.
         self._plain: Int8Weight | None = None
-        self._packed = torch.empty(0)
+        self.packed = torch.empty(0)
         if cpu.available():
-            self._packed = pack8(weight)
+            self.packed = pack8(weight)
         else:
             self._plain = weight
 
@@ -167,7 +167,7 @@ class Int8Linear:
     def num_bytes(self) -> int:
         """Of the weights."""
         if self._plain is None:
-            return self._packed.nbytes
+            return self.packed.nbytes
         return self._plain.values.nbytes + self._plain.scales.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ class Int8Linear:
     def into(self, x: Tensor, out: Tensor) -> None:
         """As a call, into ``out`` float32[rows, out]. Rows of either may be apart."""
         if self._plain is None:
-            torch.ops.evenflow.matmul8(x, self._packed, self._bias, out)
+            torch.ops.evenflow.matmul8(x, self.packed, self._bias, out)
             return
         result = torch.zeros(len(x), self.out_features)
         for group, begin in enumerate(range(0, self.in_features, GROUP8)):
@@ -192,23 +192,23 @@ class Int8Linear:
         if self._plain is not None:
             return Int8Weight(self._plain.values[ids], self._plain.scales[ids]).dequantised()
         panel, column = ids // PANEL, ids % PANEL
-        weights = self._packed[..., _HEADER:].unflatten(-1, (GROUP8 // 4, PANEL, 4))[panel, :, :, column]
+        weights = self.packed[..., _HEADER:].unflatten(-1, (GROUP8 // 4, PANEL, 4))[panel, :, :, column]
         values = (weights.reshape(len(ids), -1)[:, : self.in_features] ^ 128).view(torch.int8)
-        return Int8Weight(values, self._packed.view(torch.float32)[panel, :, column]).dequantised()
+        return Int8Weight(values, self.packed.view(torch.float32)[panel, :, column]).dequantised()
 
 
 class Int4Linear:
     """``x @ weight.T + bias`` for ``x`` float32[rows, in], with weights in 4 bits."""
 
-    __slots__ = ("_bias", "_packed", "_plain", "in_features", "out_features")
+    __slots__ = ("_bias", "_plain", "in_features", "out_features", "packed")
 
     def __init__(self, weight: Int4Weight, bias: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.values.shape
         self._bias = None if bias is None else bias.to(torch.float32).contiguous()
         self._plain: Int4Weight | None = None
-        self._packed = torch.empty(0)
+        self.packed = torch.empty(0)
         if cpu.available():
-            self._packed = pack4(weight)
+            self.packed = pack4(weight)
         else:
             self._plain = weight
 
@@ -216,7 +216,7 @@ class Int4Linear:
     def num_bytes(self) -> int:
         """Of the weights."""
         if self._plain is None:
-            return self._packed.nbytes
+            return self.packed.nbytes
         return self._plain.values.nbytes + self._plain.scales.nbytes + self._plain.minima.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -227,7 +227,7 @@ class Int4Linear:
     def into(self, x: Tensor, out: Tensor) -> None:
         """As a call, into ``out`` float32[rows, out]. Rows of either may be apart."""
         if self._plain is None:
-            torch.ops.evenflow.matmul4(x, self._packed, self._bias, out)
+            torch.ops.evenflow.matmul4(x, self.packed, self._bias, out)
             return
         result = torch.zeros(len(x), self.out_features)
         scales, minima = self._plain.scales.to(torch.float32).T, self._plain.minima.to(torch.float32).T
@@ -244,9 +244,9 @@ class Int4Linear:
             plain = self._plain
             return Int4Weight(plain.values[ids], plain.scales[ids], plain.minima[ids]).dequantised()
         panel, column = ids // PANEL, ids % PANEL
-        weights = self._packed[..., _HEADER:].unflatten(-1, (GROUP4 // 8, PANEL, 4))[panel, :, :, column]
+        weights = self.packed[..., _HEADER:].unflatten(-1, (GROUP4 // 8, PANEL, 4))[panel, :, :, column]
         values = torch.stack((weights & 15, weights >> 4), dim=3).view(len(ids), -1)[:, : self.in_features]
-        halves = self._packed.view(torch.float16)
+        halves = self.packed.view(torch.float16)
         scales, minima = halves[panel, :, column], halves[panel, :, PANEL + column]
         return Int4Weight(values, scales, minima).dequantised()
 

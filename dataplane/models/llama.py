@@ -13,7 +13,9 @@ from torch import Tensor
 
 from ...kernels.attention import AttentionBackend, KVCache
 from ...kernels.linear import ROW_TILE, AnyLinear, compute_dtype, make_linear, padded_rows, smallest_rows
+from ...kernels.memory import lay_together
 from ...kernels.norm import add_norm, rms_norm, silu_mul
+from ...kernels.packed import PackedLinear
 from ...kernels.quantised import Int4Linear, Int8Linear
 from ...kernels.rope import (
     DynamicRope,
@@ -86,6 +88,9 @@ class LlamaStage:
         if self.is_last:
             self._norm = self._tensor(FINAL_NORM).to(torch.float32)
             self._head = self._head_layer()
+        linears = [part for each in self._layers for part in (each.qkv, each.output, each.gate_up, each.down)]
+        held = [*linears, self._head, self._embedding]
+        lay_together([part for part in held if isinstance(part, PackedLinear | Int8Linear | Int4Linear)])
         layer = self._layers[0]
         checked = [layer.qkv, layer.output, layer.gate_up, layer.down, *([self._head] if self._head else [])]
         # Whole numbers add up to the same in any order.

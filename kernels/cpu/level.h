@@ -23,10 +23,9 @@ struct Weights {
     bool bf16;
 };
 
-// out[m, n] = x[m, :] · weights[n, :] + bias[n] for the columns of panels first … last - 1. `scratch` holds
-// (in + 1) * PANEL floats.
+// out[m, n] = x[m, :] · weights[n, :] + bias[n] for the columns of panels first … last - 1.
 using Matmul = void (*)(const float* x, int64_t x_stride, int64_t rows, const Weights& weights, float* out,
-                        int64_t out_stride, int64_t first, int64_t last, float* scratch);
+                        int64_t out_stride, int64_t first, int64_t last);
 
 // Inputs that share a scale, for weights in 8 and in 4 bits.
 constexpr int64_t GROUP8 = 64, GROUP4 = 32;

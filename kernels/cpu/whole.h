@@ -99,6 +99,7 @@ struct Wide {
         return {one, one};
     }
     static ALWAYS Weight read(const uint8_t* at) {
+        soon(at);
         return {__builtin_convertvector(*reinterpret_cast<const HalfBU*>(at), S),
                 __builtin_convertvector(*reinterpret_cast<const HalfBU*>(at + LANES * 2), S)};
     }
@@ -157,7 +158,10 @@ struct Narrow {
     typedef I Sum;
     typedef B Weight;
     static ALWAYS I start(int32_t first) { return first - I{}; }
-    static ALWAYS B read(const uint8_t* at) { return *reinterpret_cast<const BU*>(at); }
+    static ALWAYS B read(const uint8_t* at) {
+        soon(at);
+        return *reinterpret_cast<const BU*>(at);
+    }
     static ALWAYS B of(B bytes) { return bytes; }
     static ALWAYS B value(const Value* x) { return four_bytes(x); }
     static ALWAYS void add(I& sum, B weight, B x) {
@@ -270,7 +274,10 @@ __attribute__((noinline)) void tile4(const Quantised& x, int64_t first, int64_t 
         for (int64_t k = group * GROUP4; k < (group + 1) * GROUP4; k += 8, from += PANEL * 4) {
             B eight[VECTORS];
             Sums4::Weight weight[VECTORS];
-            EACH_VECTOR eight[v] = *reinterpret_cast<const BU*>(from + v * LANES * 4);
+            EACH_VECTOR {
+                eight[v] = *reinterpret_cast<const BU*>(from + v * LANES * 4);
+                soon(from + v * LANES * 4);
+            }
             EACH_VECTOR weight[v] = Sums4::of(eight[v] & 15);
             EACH_ROW {
                 const auto value = Sums4::value(at[row] + k);
