@@ -29,8 +29,8 @@ class Served:
         return self.gaps[int(0.99 * len(self.gaps))]
 
 
-def streams(seed: int, context: int = 20) -> TimedDevice:
-    server = device("edge", noise=0.04, spikes=(0.005, 1.3), profiled=True, seed=seed)
+def streams(seed: int, context: int = 20, profiled: bool = True) -> TimedDevice:
+    server = device("edge", noise=0.04, spikes=(0.005, 1.3), profiled=profiled, seed=seed)
     for key in range(STREAMS):
         server.submit(key, context, 30_000)
     while len(server.seen.requests) < STREAMS or any(
@@ -52,10 +52,11 @@ def serve(server: TimedDevice, size: int) -> Served:
     return Served(end - since, sorted(gap.seconds for gap in server.seen.gaps if since < gap.at <= end))
 
 
-def test_long_prompts_are_read_in_every_iteration_and_the_target_is_held() -> None:
+@pytest.mark.parametrize("profiled", [True, False])
+def test_long_prompts_are_read_in_every_iteration_and_the_target_is_held(profiled: bool) -> None:
     found: dict[int, list[Served]] = {1000: [], 4000: [], 7000: []}
     for seed in SEEDS:
-        server = streams(seed)
+        server = streams(seed, profiled=profiled)
         for size, served in found.items():
             served.append(serve(server, size))
         assert not budget_of(server).withheld and not budget_of(server).unreachable
