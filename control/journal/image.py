@@ -161,17 +161,19 @@ def _entry(value: Any, limits: Limits, place: Any) -> _Entry:
     if _CLASSES.get(kind.__name__) is not kind:
         raise ImageError(f"there is no image of {kind.__name__}")
     entry: _Entry = ["object", kind.__name__]
-    for name in sorted(_names(value)):
-        part = getattr(value, name)
-        if isinstance(part, memoryview) or name == "_handlers":
-            continue
-        entry += [name, place(part)]
+    for name in sorted(_kept(value)):
+        entry += [name, place(getattr(value, name))]
     return entry
 
 
-def _names(value: Any) -> list[str]:
-    names = [name for name in attributes(type(value)) if hasattr(value, name)]
-    return [*names, *(name for name in getattr(value, "__dict__", ()) if name not in names)]
+def _kept(value: Any) -> set[str]:
+    """The attributes of an object that an image holds: not what follows from others."""
+    names = {*attributes(type(value)), *getattr(value, "__dict__", ())}
+    return {
+        name
+        for name in names
+        if hasattr(value, name) and name != "_handlers" and not isinstance(getattr(value, name), memoryview)
+    }
 
 
 def load(data: bytes, limits: Limits) -> Engine:
@@ -189,6 +191,7 @@ class _Loader:
     def __init__(self, entries: list[_Entry], limits: Limits) -> None:
         self._entries = entries
         self._limits = limits
+        self._wanted: dict[str, set[str]] = {}  #: attributes, by the name of a class
         self._made: list[Any] = [self._empty(entry) for entry in entries]
 
     def engine(self) -> Engine:
@@ -250,10 +253,13 @@ class _Loader:
             for i in range(1, len(entry), 2):
                 made[self._value(entry[i])] = self._value(entry[i + 1])
         elif kind == "object":
-            # An interpreted object would take any name: those that it was made with are all that it may have.
-            known = {*attributes(type(made)), *getattr(made, "__dict__", ())}
+            # An interpreted object would take any name, and any would keep what it was made with for want of another.
+            wanted = self._wanted.get(entry[1])
+            if wanted is None:
+                wanted = self._wanted[entry[1]] = _kept(made)
+            given: set[Any] = set(entry[2::2])
+            if given != wanted:
+                raise ImageError(f"{entry[1]} has other attributes: {sorted(map(str, given ^ wanted))}")
             for i in range(2, len(entry), 2):
                 name = entry[i]
-                if name not in known:
-                    raise ImageError(f"{entry[1]} has no attribute {name!r}")
                 setattr(made, name, self._value(entry[i + 1]))

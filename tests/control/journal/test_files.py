@@ -7,9 +7,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from evenflow.control.core.engine import Engine
 from evenflow.control.core.events import Limits
 from evenflow.control.core.slo import parse_slo
 from evenflow.control.journal.files import MAX_INFLATED, JournalError, JournalFile, frame, head
+from evenflow.control.journal.image import ImageError, dump, load
 from evenflow.control.journal.records import Cancelled, Opening, Piece, Rang, Record, Settings, limits_of, settings_of
 from evenflow.control.journal.replay import Journal, replay
 from hypothesis import given, settings
@@ -113,6 +115,7 @@ def test_a_folder_or_nothing_is_told_as_the_system_does(tmp_path: Path) -> None:
         msgspec.msgpack.encode([["object", "Engine", "no_such", 3]]),
         msgspec.msgpack.encode([["object", "Engine", "step", 3]]),
         msgspec.msgpack.encode([["object", "Engine", 3, 3]]),
+        msgspec.msgpack.encode([["object", "Engine", [1], 3]]),
         msgspec.msgpack.encode([["object", "Lane", "no_such", 3]]),
         msgspec.msgpack.encode([["list", [5]]]),
         msgspec.msgpack.encode([["tuple", [0]]]),
@@ -126,6 +129,17 @@ def test_a_state_that_is_none_of_the_core_is_refused(image: bytes, tmp_path: Pat
     path.write_bytes(head() + frame([opening, Piece(image)]))
     with pytest.raises(JournalError, match=r"begins in the middle of a run|not whole"):
         Journal(path)
+
+
+def test_a_state_that_lacks_an_attribute_is_refused() -> None:
+    """As one of a core that did not have it: what the object was made with would stand in for it."""
+    image = dump(Engine(LIMITS))
+    assert type(load(image, LIMITS)) is Engine
+    entries = msgspec.msgpack.decode(image)
+    at = entries[0].index("now")
+    entries[0] = entries[0][:at] + entries[0][at + 2 :]
+    with pytest.raises(ImageError, match="'now'"):
+        load(msgspec.msgpack.encode(entries), LIMITS)
 
 
 @settings(max_examples=300, deadline=None)
