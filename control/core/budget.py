@@ -89,7 +89,7 @@ class Budget:
 
     def __init__(self, slo: Slo, stages: int, most: int, tile: int) -> None:
         self.slo = slo
-        self.model = TimeModel()
+        self.model = TimeModel(wary=True)
         self.most = most
         self.tile = tile
         self.strictest = inf  #: target of the strictest class that decodes, in seconds

@@ -19,10 +19,11 @@ from math import isfinite, sqrt
 TERMS = ("constant", "prefill", "attention", "decodes", "kv")
 #: A batch in which every term is of the order of one: the units in which the filter works.
 _UNITS = (1.0, 256.0, 256.0 * 1024.0, 64.0, 64.0 * 1024.0)
-#: Seconds of each term in that batch, up to a common factor, before measurements made in advance are looked at.
+#: Seconds of each term in that batch before anything is known of the device.
 _GUESS = (0.005, 0.1, 0.01, 0.01, 0.01)
-#: The same where there are none: the memory of a small device makes attention dear, and what is held to be cheap is
-#: found to be dear late, since batches change little from one to the next, so that the constant seems to explain all.
+#: Seconds of each term where there are none and a promise rests on the model: the memory of a small device makes
+#: attention dear, and what is held to be cheap is found to be dear late, since batches change little from one to the
+#: next, so that the constant seems to explain all.
 _WARY = (0.005, 0.1, 0.1, 0.02, 0.1)
 
 #: Relative standard deviation by which a coefficient may wander in an iteration.
@@ -242,12 +243,15 @@ def attention_work(computed: int, taken: int) -> float:
 
 
 class TimeModel:
-    """Seconds of an iteration by its features. Usable at once; better when it has been ``fit`` or has learned."""
+    """Seconds of an iteration by its features. Usable at once; better when it has been ``fit`` or has learned.
+
+    ``wary``: until then, rather too long than too short.
+    """
 
     __slots__ = ("_estimator", "_profiled")
 
-    def __init__(self) -> None:
-        self._estimator = Estimator(_WARY, 2.0)
+    def __init__(self, wary: bool = False) -> None:
+        self._estimator = Estimator(_WARY if wary else _GUESS, 2.0)
         self._profiled = False
 
     @property
@@ -289,9 +293,9 @@ class TimeModel:
         if not usable:
             return
         # The guess counts for nothing beside them: it is brought to their scale, then doubted.
-        guess = Estimator(_GUESS, 2.0)
+        guess = self._estimator if self._estimator.seen else Estimator(_GUESS, 2.0)
         scale = sorted(seconds / guess.value(_inputs(features)) for features, seconds in usable)[len(usable) >> 1]
-        estimator = Estimator([c * scale for c in _GUESS], 2.0)
+        estimator = Estimator([c * scale for c in guess.coefficients], 2.0)
         for _ in range(4):
             for features, seconds in usable:
                 estimator.update(_inputs(features), seconds)
