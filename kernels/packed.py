@@ -34,11 +34,11 @@ def pack(weight: Tensor) -> Tensor:
 class PackedLinear:
     """``x @ weight.T + bias`` for ``x`` float32[rows, in]."""
 
-    __slots__ = ("_bias", "in_features", "out_features", "packed")
+    __slots__ = ("bias", "in_features", "out_features", "packed")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
-        self._bias = None if bias is None else bias.to(torch.float32).contiguous()
+        self.bias = None if bias is None else bias.to(torch.float32).contiguous()
         self.packed = pack(weight)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -48,4 +48,4 @@ class PackedLinear:
 
     def into(self, x: Tensor, out: Tensor) -> None:
         """As a call, into ``out`` float32[rows, out]. Rows of either may be apart."""
-        torch.ops.evenflow.matmul(x, self.packed, self._bias, out)
+        torch.ops.evenflow.matmul(x, self.packed, self.bias, out)

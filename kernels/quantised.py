@@ -150,11 +150,11 @@ def _whole(x: Tensor) -> tuple[Tensor, Tensor]:
 class Int8Linear:
     """``x @ weight.T + bias`` for ``x`` float32[rows, in], with weights in 8 bits."""
 
-    __slots__ = ("_bias", "_plain", "in_features", "out_features", "packed")
+    __slots__ = ("_plain", "bias", "in_features", "out_features", "packed")
 
     def __init__(self, weight: Int8Weight, bias: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.values.shape
-        self._bias = None if bias is None else bias.to(torch.float32).contiguous()
+        self.bias = None if bias is None else bias.to(torch.float32).contiguous()
         #: The weights of operations of torch.
         self._plain: Int8Weight | None = None
         self.packed = torch.empty(0)
@@ -178,14 +178,14 @@ class Int8Linear:
     def into(self, x: Tensor, out: Tensor) -> None:
         """As a call, into ``out`` float32[rows, out]. Rows of either may be apart."""
         if self._plain is None:
-            torch.ops.evenflow.matmul8(x, self.packed, self._bias, out)
+            torch.ops.evenflow.matmul8(x, self.packed, self.bias, out)
             return
         result = torch.zeros(len(x), self.out_features)
         for group, begin in enumerate(range(0, self.in_features, GROUP8)):
             values, scale = _whole(x[:, begin : begin + GROUP8])
             weight = self._plain.values[:, begin : begin + GROUP8].to(torch.float32)
             result += (values @ weight.T).mul_(scale).mul_(self._plain.scales[:, group])
-        out.copy_(result if self._bias is None else result.add_(self._bias))
+        out.copy_(result if self.bias is None else result.add_(self.bias))
 
     def rows(self, ids: Tensor) -> Tensor:
         """The weights of these outputs, float32[ids, in]: an embedding."""
@@ -200,11 +200,11 @@ class Int8Linear:
 class Int4Linear:
     """``x @ weight.T + bias`` for ``x`` float32[rows, in], with weights in 4 bits."""
 
-    __slots__ = ("_bias", "_plain", "in_features", "out_features", "packed")
+    __slots__ = ("_plain", "bias", "in_features", "out_features", "packed")
 
     def __init__(self, weight: Int4Weight, bias: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.values.shape
-        self._bias = None if bias is None else bias.to(torch.float32).contiguous()
+        self.bias = None if bias is None else bias.to(torch.float32).contiguous()
         self._plain: Int4Weight | None = None
         self.packed = torch.empty(0)
         if cpu.available():
@@ -227,7 +227,7 @@ class Int4Linear:
     def into(self, x: Tensor, out: Tensor) -> None:
         """As a call, into ``out`` float32[rows, out]. Rows of either may be apart."""
         if self._plain is None:
-            torch.ops.evenflow.matmul4(x, self.packed, self._bias, out)
+            torch.ops.evenflow.matmul4(x, self.packed, self.bias, out)
             return
         result = torch.zeros(len(x), self.out_features)
         scales, minima = self._plain.scales.to(torch.float32).T, self._plain.minima.to(torch.float32).T
@@ -236,7 +236,7 @@ class Int4Linear:
             weight = self._plain.values[:, begin : begin + GROUP4].to(torch.float32)
             result += (values @ weight.T).mul_(scale).mul_(scales[group])
             result += values.sum(1, keepdim=True).mul_(scale) * minima[group]
-        out.copy_(result if self._bias is None else result.add_(self._bias))
+        out.copy_(result if self.bias is None else result.add_(self.bias))
 
     def rows(self, ids: Tensor) -> Tensor:
         """The weights of these outputs, float32[ids, in]: an embedding."""

@@ -5,17 +5,16 @@ model's type between layers and stages, so a model's bits do not depend on how i
 values have the compute type (``kernels.linear.compute_dtype``). All row counts are padded (``padded``).
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...kernels.attention import AttentionBackend, KVCache
+from ...kernels.attention_native import NativeAttention
 from ...kernels.linear import ROW_TILE, AnyLinear, compute_dtype, make_linear, padded_rows, smallest_rows
 from ...kernels.memory import lay_together
 from ...kernels.norm import add_norm, rms_norm, silu_mul
-from ...kernels.packed import PackedLinear
 from ...kernels.quantised import Int4Linear, Int8Linear
 from ...kernels.rope import (
     DynamicRope,
@@ -27,6 +26,7 @@ from ...kernels.rope import (
 from ..weights.precision import Precision, Quantiser
 from ..weights.source import ModelSource
 from .config import EMBEDDING, FINAL_NORM, HEAD, LlamaConfig, ModelError, split_layers, tensor_shapes
+from .layers import AnyLayer, FusedLayers, Layer, Packed, fusable
 
 
 def make_rope(config: LlamaConfig) -> RopeTable | DynamicRope:
@@ -50,23 +50,6 @@ def make_rope(config: LlamaConfig) -> RopeTable | DynamicRope:
     return RopeTable(frequencies, config.max_len, rope.magnitude)
 
 
-_Linear = AnyLinear | Int8Linear | Int4Linear
-
-
-@dataclass(slots=True)
-class _Layer:
-    attention_norm: Tensor
-    qkv: _Linear
-    output: _Linear
-    mlp_norm: Tensor
-    gate_up: _Linear
-    down: _Linear
-    #: Weights of the norm of each query and key head, [heads + kv_heads, head_dim].
-    qk_norm: Tensor | None
-    #: Keys that a query sees, 0 for all.
-    window: int
-
-
 class LlamaStage:
     """The layers of one stage, with the embedding on the first and the head on the last."""
 
@@ -84,15 +67,14 @@ class LlamaStage:
         self._embedding = self._embedding_rows() if self.is_first else None
         self._layers = [self._layer(index) for index in self.layers]
         self._norm: Tensor | None = None
-        self._head: _Linear | None = None
+        self._head: AnyLayer | None = None
         if self.is_last:
             self._norm = self._tensor(FINAL_NORM).to(torch.float32)
             self._head = self._head_layer()
-        linears = [part for each in self._layers for part in (each.qkv, each.output, each.gate_up, each.down)]
-        held = [*linears, self._head, self._embedding]
-        lay_together([part for part in held if isinstance(part, PackedLinear | Int8Linear | Int4Linear)])
-        layer = self._layers[0]
-        checked = [layer.qkv, layer.output, layer.gate_up, layer.down, *([self._head] if self._head else [])]
+        held = [*(linear for layer in self._layers for linear in layer.linears), self._head, self._embedding]
+        lay_together([linear for linear in held if isinstance(linear, Packed)])
+        self._fused = FusedLayers(self._layers, self.config) if fusable(self._layers) else None
+        checked = [*self._layers[0].linears, *([self._head] if self._head else [])]
         # Whole numbers add up to the same in any order.
         smallest = 1 if self._quantiser else smallest_rows([each for each in checked if isinstance(each, AnyLinear)])
         #: Whether a row's result never depends on the batch on this machine.
@@ -107,7 +89,7 @@ class LlamaStage:
     def _embedding_rows(self) -> Tensor | Int8Linear | Int4Linear:
         return self._quantiser.layer([EMBEDDING]) if self._quantiser else self._tensor(EMBEDDING)
 
-    def _head_layer(self) -> _Linear:
+    def _head_layer(self) -> AnyLayer:
         name = EMBEDDING if self.config.tied else HEAD
         shared = self._embedding if self.config.tied else None
         if self._quantiser:
@@ -125,7 +107,7 @@ class LlamaStage:
             raise ModelError(f"tensor {name} of {self._source.name} holds values that are not finite in {self.dtype}")
         return tensor
 
-    def _linear(self, *names: str) -> _Linear:
+    def _linear(self, *names: str) -> AnyLayer:
         """One layer for the rows of all of ``names``, one below the other, with their biases if they have any."""
         bias = None
         if f"{names[0]}.bias" in self._shapes:
@@ -140,10 +122,10 @@ class LlamaStage:
         rows = [self._tensor(f"{attention}{name}.weight").expand(count, -1) for name, count in heads]
         return torch.cat(rows).to(torch.float32)
 
-    def _layer(self, index: int) -> _Layer:
+    def _layer(self, index: int) -> Layer:
         prefix = f"model.layers.{index}."
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
-        return _Layer(
+        return Layer(
             attention_norm=self._tensor(prefix + "input_layernorm.weight").to(torch.float32),
             qkv=self._linear(*(f"{attention}{part}_proj" for part in "qkv")),
             output=self._linear(attention + "o_proj"),
@@ -183,6 +165,8 @@ class LlamaStage:
         config = self.config
         rows, heads, kv_heads = len(x), config.heads, config.kv_heads
         cos, sin = self._rope.rows(positions, prompt_len)
+        if self._fused is not None and isinstance(backend, NativeAttention):
+            return x.add_(self._fused.forward(x, cos, sin, cache, plan))
         scale = config.head_dim**-0.5
         attended = torch.zeros(rows, heads, config.head_dim, dtype=self.compute)
         # What the last block of operations adds to the residual stream.

@@ -188,20 +188,21 @@ bool is_cache(const Tensor& keys, const Tensor& values) {
            keys.size(3) == values.size(2);
 }
 
+// The queries are the first columns of q, as many as out has.
 void attend(const Tensor& q, const Tensor& keys, const Tensor& values, const Tensor& cu_q, const Tensor& kv_len,
             const Tensor& table, double scale, int64_t window, Tensor out) {
     STD_TORCH_CHECK(is_cache(keys, values), "keys must be [blocks, kv heads, dim, block], values [.., block, dim]");
     const int64_t kv_heads = keys.size(1), dim = keys.size(2), rows = kv_len.size(0);
-    STD_TORCH_CHECK(is(q, ScalarType::Float, 2) && is(out, ScalarType::Float, 2) && q.size(1) == out.size(1) &&
-                        q.size(1) % (kv_heads * dim) == 0 && q.size(0) == out.size(0),
-                    "q and out must be float32[T, heads * dim]");
+    STD_TORCH_CHECK(is(q, ScalarType::Float, 2) && is(out, ScalarType::Float, 2) && q.size(1) >= out.size(1) &&
+                        out.size(1) % (kv_heads * dim) == 0 && q.size(0) == out.size(0),
+                    "q and out must be float32[T, >= heads * dim] and float32[T, heads * dim]");
     STD_TORCH_CHECK(is(cu_q, ScalarType::Int, 1) && is(kv_len, ScalarType::Int, 1) && cu_q.size(0) == rows + 1 &&
                         is(table, ScalarType::Int, 2) && table.size(0) == rows && window >= 0,
                     "cu_q, kv_len and table must be int32[R + 1], [R] and [R, blocks]");
     const Attention a{
         q.const_data_ptr<float>(), out.mutable_data_ptr<float>(), keys.const_data_ptr(), values.const_data_ptr(),
         cu_q.const_data_ptr<int32_t>(), kv_len.const_data_ptr<int32_t>(), table.const_data_ptr<int32_t>(),
-        q.stride(0), out.stride(0), table.stride(0), q.size(1) / dim, kv_heads, dim, keys.size(3), window,
+        q.stride(0), out.stride(0), table.stride(0), out.size(1) / dim, kv_heads, dim, keys.size(3), window,
         static_cast<float>(scale), keys.scalar_type() == ScalarType::BFloat16};
     const int64_t blocks = keys.size(0), width = table.size(1);
     struct Unit {
@@ -287,6 +288,34 @@ void gate(const Tensor& x, Tensor out) {
     });
 }
 
+// The product of the kind whose size the packed weights have.
+void linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, Tensor out) {
+    if (packed.scalar_type() != ScalarType::Byte) return matmul(x, packed, bias, out);
+    const int64_t columns = (out.size(1) + PANEL - 1) / PANEL * PANEL, groups = (x.size(1) + GROUP8 - 1) / GROUP8;
+    return packed.numel() == columns * groups * (4 + GROUP8) ? matmul8(x, packed, bias, out)
+                                                              : matmul4(x, packed, bias, out);
+}
+
+// One layer: the operations above in their order, so a row has the bits that they give it. x += delta first if `add`;
+// at the end delta is what is yet to be added. The last five tensors are memory for what lies between.
+void layer(Tensor x, bool add, Tensor delta, const Tensor& attention_norm, const Tensor& qkv_weight,
+           const std::optional<Tensor>& qkv_bias, const Tensor& output_weight, const std::optional<Tensor>& output_bias,
+           const Tensor& mlp_norm, const Tensor& up_weight, const std::optional<Tensor>& up_bias,
+           const Tensor& down_weight, const std::optional<Tensor>& down_bias, const Tensor& cos, const Tensor& sin,
+           const Tensor& slot, Tensor keys, Tensor values, const Tensor& cu_q, const Tensor& kv_len,
+           const Tensor& table, double eps, double scale, int64_t window, Tensor normed, Tensor qkv, Tensor attended,
+           Tensor gates, Tensor gated) {
+    norm(x, add ? std::optional<Tensor>(delta) : std::nullopt, attention_norm, eps, normed);
+    linear(normed, qkv_weight, qkv_bias, qkv);
+    place(qkv, cos, sin, slot, keys, values);
+    attend(qkv, keys, values, cu_q, kv_len, table, scale, window, attended);
+    linear(attended, output_weight, output_bias, delta);
+    norm(x, delta, mlp_norm, eps, normed);
+    linear(normed, up_weight, up_bias, gates);
+    gate(gates, gated);
+    linear(gated, down_weight, down_bias, delta);
+}
+
 std::string levels() {
     std::string names;
     for (const Level* level : supported()) names += (names.empty() ? "" : " ") + std::string(level->name);
@@ -317,6 +346,12 @@ STABLE_TORCH_LIBRARY(evenflow, library) {
         "place(Tensor(a!) qkv, Tensor? cos, Tensor? sin, Tensor slot, Tensor(b!) keys, Tensor(c!) values) -> ()");
     library.def("norm(Tensor(a!) x, Tensor? delta, Tensor weight, float eps, Tensor(b!) out) -> ()");
     library.def("gate(Tensor x, Tensor(a!) out) -> ()");
+    library.def(
+        "layer(Tensor(a!) x, bool add, Tensor(b!) delta, Tensor attention_norm, Tensor qkv_weight, Tensor? qkv_bias, "
+        "Tensor output_weight, Tensor? output_bias, Tensor mlp_norm, Tensor up_weight, Tensor? up_bias, "
+        "Tensor down_weight, Tensor? down_bias, Tensor cos, Tensor sin, Tensor slot, Tensor(c!) keys, "
+        "Tensor(d!) values, Tensor cu_q, Tensor kv_len, Tensor table, float eps, float scale, int window, "
+        "Tensor(e!) normed, Tensor(f!) qkv, Tensor(g!) attended, Tensor(h!) gates, Tensor(i!) gated) -> ()");
     library.def("levels() -> str");
     library.def("use_level(str name) -> bool");
 }
@@ -329,6 +364,7 @@ STABLE_TORCH_LIBRARY_IMPL(evenflow, CPU, library) {
     library.impl("place", TORCH_BOX(&evenflow::place));
     library.impl("norm", TORCH_BOX(&evenflow::norm));
     library.impl("gate", TORCH_BOX(&evenflow::gate));
+    library.impl("layer", TORCH_BOX(&evenflow::layer));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(evenflow, CompositeExplicitAutograd, library) {
