@@ -7,7 +7,7 @@ chunk, driven on the same data plane without gateway, sockets or clients; the go
 With a fixed token budget an iteration, and with it the gap, still grows with the context of the chunk.
 
 On a shared machine the host may take the processor away for a while. ``stolen_share`` is the part of a window that it
-took, of the whole machine; with a token budget, only windows that lost at most ``QUIET`` of it count where there are
+took, of the whole machine; with a token budget, only windows that lost at most 3 % of it count where there are
 such, for the server and for the limit alike.
 
 With ``--tbt-slo 100ms`` (case ``budget: "slo"``) iterations are bounded by time instead, and the limit is twice the
@@ -33,7 +33,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import httpx
-import psutil
 import report
 from evenflow.control.core.engine import Engine
 from evenflow.control.core.events import Limits, ReplicaUp, Returned, SendPlan, Submitted
@@ -41,6 +40,7 @@ from evenflow.control.core.slo import parse_slo
 from evenflow.control.wire import Start, Submit, encode
 from evenflow.dataplane.executor import StageExecutor
 from evenflow.dataplane.model_runner import load_runner
+from host import Stolen, undisturbed
 from report import Report, Row
 from serving import served
 
@@ -48,23 +48,8 @@ STREAMS = 8
 PROMPTS = (1000, 4000, 7000)
 QUICK_PROMPTS = (1000,)
 WITHIN = 1.3
-#: A window is undisturbed if the host took no more of it.
-QUIET = 0.03
 MODEL = "smollm2-135m"
 TOPICS = ("rivers", "bread", "bridges", "owls", "violins", "glass", "harbours", "chess")
-
-
-class Stolen:
-    """The host's part of the machine's time since this was made."""
-
-    def __init__(self) -> None:
-        self._before = psutil.cpu_times()
-
-    def share(self) -> float:
-        """Of all processors; 0 where the system does not tell."""
-        now = psutil.cpu_times()
-        whole = sum(now) - sum(self._before)
-        return (getattr(now, "steal", 0.0) - getattr(self._before, "steal", 0.0)) / max(whole, 1e-9)
 
 
 @dataclass(slots=True)
@@ -241,11 +226,6 @@ def _with_target(options: argparse.Namespace, prompts: tuple[int, ...]) -> int:
     return 0
 
 
-def _undisturbed(found: list[tuple[float, float]]) -> float:
-    """The median of the values (of value, stolen share) of quiet windows, or of all if none was."""
-    return statistics.median([value for value, stolen in found if stolen <= QUIET] or [value for value, _ in found])
-
-
 def _with_budget(options: argparse.Namespace, prompts: tuple[int, ...], budget: int) -> None:
     """The gaps under a token budget, each run on a server of its own, and the limit after each of them."""
     measures: dict[str, Callable[[list[float]], float]] = {
@@ -268,12 +248,12 @@ def _with_budget(options: argparse.Namespace, prompts: tuple[int, ...], budget: 
     for size in (0, *prompts):
         case: dict[str, object] = {"prompt": size, "budget": budget, "dtype": options.dtype}
         for name in ("p50_gap_ms", "p99_gap_ms"):
-            results.add(Row(name, case, _undisturbed(found[name, size]), "ms"))
-        gap = _undisturbed(found["worst_gap_ms", size])
+            results.add(Row(name, case, undisturbed(found[name, size]), "ms"))
+        gap = undisturbed(found["worst_gap_ms", size])
         if size == 0:
             results.add(Row("worst_gap_ms", case, gap, "ms"))
         else:
-            limit = _undisturbed(found["slowest_iteration_ms", size])
+            limit = undisturbed(found["slowest_iteration_ms", size])
             within = gap / limit <= WITHIN
             results.add(Row("worst_gap_ms", case, gap, "ms", "slowest iteration", gap / limit, WITHIN, within))
             results.add(Row("slowest_iteration_ms", case, limit, "ms"))

@@ -18,6 +18,18 @@ from .modelled import Timing, constant_timing
 
 #: Work between two iterations shorter than this does not delay the device's timeline: a device has a queue.
 HOST_SLACK_S = 1e-3
+#: So much before the end of an iteration the process is woken, and looks for the end from then on, as one does with a
+#: real device: being woken takes that long.
+EARLY_S = 1e-4
+
+
+def sleep_exactly(seconds: float) -> None:
+    """Sleep, but be awake at the end; meanwhile the core is left to whoever wants it."""
+    end = time.monotonic() + seconds
+    if seconds > EARLY_S:
+        time.sleep(seconds - EARLY_S)
+    while time.monotonic() < end:
+        os.sched_yield()
 
 
 def _exit_now() -> None:
@@ -54,7 +66,7 @@ class ScriptedRunner:
         crash_on: int | None = None,
         hang_on: int | None = None,
         clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float], None] = sleep_exactly,
         crash: Callable[[], None] = _exit_now,
         hang: Callable[[], None] = _hang_for_ever,
     ) -> None:
@@ -115,7 +127,7 @@ class ScriptedRunner:
         ended_us = _microseconds(self._ends_at)
         self._finished = Finished(finished.output, _microseconds(now), ended_us, finished.logprobs)
         if self._alarm is not None:
-            self._alarm.set(self._ends_at)
+            self._alarm.set(self._ends_at - EARLY_S)
 
     def collect(self) -> Finished:
         left = self._ends_at - self._clock()

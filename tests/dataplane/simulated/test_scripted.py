@@ -8,7 +8,7 @@ import pytest
 from evenflow.control.wire import BatchPlan, Register, Start, encode
 from evenflow.dataplane.simulated.__main__ import read_script
 from evenflow.dataplane.simulated.loopback import LoopbackReplica
-from evenflow.dataplane.simulated.scripted import ScriptedRunner
+from evenflow.dataplane.simulated.scripted import EARLY_S, ScriptedRunner, sleep_exactly
 from evenflow.dataplane.simulated.shadow import ShadowRunner
 
 
@@ -71,6 +71,13 @@ def test_a_slow_inner_runner_is_part_of_the_cost():
     runner = ScriptedRunner(Slow(num_blocks=64), 0.005, clock=device.clock, sleep=device.sleep)
     run(replica_of(runner), 0, [1])
     assert device.now == pytest.approx(100.0051)
+
+
+@pytest.mark.parametrize("seconds", [0.0, EARLY_S / 2, 0.002])
+def test_nobody_wakes_before_the_end(seconds):
+    began = time.monotonic()
+    sleep_exactly(seconds)
+    assert time.monotonic() - began >= seconds
 
 
 @pytest.mark.parametrize("ended", [True, False])
