@@ -38,8 +38,8 @@ def uncached(replica: Replica, seq: Sequence) -> int:
 
 
 def route(replicas: list[Replica], seq: Sequence) -> Replica | None:
-    """Give ``seq`` to the one of ``replicas`` that would have the least to do, of several the first; None if there is
-    none."""
+    """Give ``seq`` to the one of ``replicas`` that would have the least to do, of several that with the lowest
+    number; None if there is none."""
     if len(replicas) == 1:
         replicas[0].enqueue(seq, len(seq.tokens) >> 2)
         return replicas[0]
@@ -47,7 +47,7 @@ def route(replicas: list[Replica], seq: Sequence) -> Replica | None:
     for replica in replicas:
         owed = uncached(replica, seq)
         load = owed + replica.owed + REQUEST_TOKENS * (len(replica.running) + len(replica.waiting))
-        if best is None or load < least:
+        if best is None or load < least or (load == least and replica.index < best.index):
             best, best_owed, least = replica, owed, load
     if best is not None:
         best.enqueue(seq, best_owed)

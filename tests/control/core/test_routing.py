@@ -105,6 +105,15 @@ def test_what_is_alike_goes_to_the_first_replica() -> None:
     assert homes(server) == {0: 0, 1: 1, 2: 2, 3: 0, 4: 1, 5: 2}
 
 
+def test_of_those_that_are_alike_the_first_is_the_one_with_the_lowest_number() -> None:
+    """Whichever came up first: a replica that was away is the last to be back."""
+    server = shadow_server(replicas=3, blocks=1000, budget=256)
+    server.crash(0)
+    server.bring_up(0)
+    server.submit(0, prompt(30), 40)
+    assert homes(server) == {0: 0}
+
+
 def test_what_a_lost_replica_had_is_spread_over_the_others_by_its_work() -> None:
     server = shadow_server(replicas=3, blocks=1000, budget=16, seqs=16)
     for key in range(12):
