@@ -119,6 +119,7 @@ class _Launch:
         self._plan = make_plan(options, run, listener.fileno(), doors)
         self._url = url_of(listener)
         self._was_ready = False
+        self._life = 0  #: of control, that the last welcome came from
 
     async def run(self) -> tuple[int, str | None]:
         """Exit code, and what is to be said last."""
@@ -165,11 +166,14 @@ class _Launch:
 
     def _welcomed(self, supervisor: Supervisor, welcome: Welcome) -> None:
         supervisor.mark_ready(self._plan.control.name)
+        # A control process that was back before it was missed has only this to say.
+        back = welcome.ready and supervisor.control_lives != self._life
+        self._life = supervisor.control_lives
         if not self._ready.done():
             if welcome.ready:
                 self._ready.set_result(welcome)
                 self._was_ready = True
-        elif welcome.ready != self._was_ready and supervisor.phase == "running":
+        elif (back or welcome.ready != self._was_ready) and supervisor.phase == "running":
             self._was_ready = welcome.ready
             self._output.say("the server is ready again" if welcome.ready else "the server is not ready")
 

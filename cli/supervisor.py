@@ -69,6 +69,8 @@ class Supervisor:
         self.failure: asyncio.Future[str] = self._loop.create_future()
         #: Set at each start of the gateway: a probe whose connection was lost tries the next life.
         self.gateway_started = asyncio.Event()
+        #: How often control was started.
+        self.control_lives = 0
 
     def start(self) -> None:
         for spec in (self._plan.control, self._plan.gateway, *self._plan.workers):
@@ -170,6 +172,8 @@ class Supervisor:
         except OSError as error:
             self.give_up(f"{spec.name} cannot be started: {error}")
             return
+        if spec is self._plan.control:
+            self.control_lives += 1
         if spec is self._plan.gateway:
             self.gateway_started.set()
 
