@@ -34,9 +34,8 @@ class HasPacked(Protocol):
 def lay_together(layers: Iterable[HasPacked]) -> None:
     """Move the layers' weights into one piece of memory, one after the other, where the system may use huge pages.
 
-    They are read once an iteration from end to end, and a page of 4 KiB ends every few hundred nanoseconds: with huge
-    pages products of few rows take a twentieth to a tenth less time. Each old place is given back before the next
-    layer moves, so no more than one layer is held twice.
+    They are read once an iteration from end to end, and a page of 4 KiB ends every few hundred nanoseconds. Each old
+    place is given back before the next layer moves, so no more than one layer is held twice.
     """
     found = list({id(layer): layer for layer in layers if layer.packed.numel()}.values())
     total = sum(_aligned(layer.packed.nbytes) for layer in found)

@@ -1,7 +1,7 @@
 """A decoder layer's weights, and a stage's layers computed by one operation each.
 
 Taken apart, a layer is nine operations in C++ with as many calls from Python and new tensors between them, which for
-one decode cost a quarter of the iteration. ``torch.ops.evenflow.layer`` runs the same nine in the same order over
+one decode cost a sixth of the iteration. ``torch.ops.evenflow.layer`` runs the same nine in the same order over
 memory that is kept, so results have the same bits.
 """
 
