@@ -74,8 +74,7 @@ void mix_columns(const float* from, int64_t stride, int64_t rows, int64_t count,
 }
 
 // Scores of one row become weights; keys before `from` and from `to` on are not seen. Scales what the row has so far.
-__attribute__((noinline)) void weigh(float* scores, int64_t from, int64_t to, float* peak, float* total, float* values,
-                                     int64_t padded) {
+ALWAYS void weigh(float* scores, int64_t from, int64_t to, float* peak, float* sums, float* values, int64_t padded) {
     F score[TILE / LANES];
     F high = splat(NOTHING);
     for (int v = 0; v < TILE / LANES; ++v) {
@@ -88,24 +87,21 @@ __attribute__((noinline)) void weigh(float* scores, int64_t from, int64_t to, fl
         }
         high = larger(high, score[v]);
     }
-    float highest = *peak;
-    for (int i = 0; i < LANES; ++i) highest = high[i] > highest ? high[i] : highest;
+    const F highest = largest(larger(high, splat(*peak)));
     F sum{};
     for (int v = 0; v < TILE / LANES; ++v) {
         const F weight = power_of_two(score[v] - highest);
         store(scores + v * LANES, weight);
         sum += weight;
     }
-    float added = 0;
-    for (int i = 0; i < LANES; ++i) added += sum[i];
-    if (highest != *peak) {
-        const float keep = power_of_two(splat(*peak - highest))[0];
-        *peak = highest;
-        *total *= keep;
+    if (highest[0] != *peak) {
+        const float keep = power_of_two(splat(*peak) - highest)[0];
+        *peak = highest[0];
+        *sums *= keep;
         for (int64_t column = 0; column < padded; column += LANES)
             store(values + column, load(values + column) * keep);
     }
-    *total += added;
+    *sums += total(sum)[0];
 }
 
 // Keys [dim, block] and values [block, dim] of a tile's blocks, as floats: [dim, TILE] and [TILE, padded].
@@ -137,6 +133,37 @@ void gather(const Attention& a, const int32_t* table, int64_t head, int64_t firs
         key += taken;
     }
 }
+
+// The lines of memory of a tile's keys and values, asked for a few at a time while the tile before it is computed:
+// processors look ahead within a page, and a block ends before that.
+template <typename T>
+class Next {
+  public:
+    // For a tile that `parts` calls of some() come before.
+    Next(const Attention& a, const int32_t* table, int64_t head, int64_t first, int64_t count, int64_t parts) {
+        if (count <= 0 || parts <= 0) return;
+        const int64_t size = a.block_size, area = size * a.dim * (int64_t)sizeof(T);
+        for (int64_t block = first / size; block * size < first + count; ++block) {
+            const int64_t offset = (table[block] * a.kv_heads + head) * area;
+            starts_[areas_++] = static_cast<const char*>(a.keys) + offset;
+            starts_[areas_++] = static_cast<const char*>(a.values) + offset;
+        }
+        area_ = area;
+        each_ = ((area + LINE - 1) / LINE * areas_ + parts - 1) / parts;
+    }
+    ALWAYS void some() {
+        for (int64_t left = each_; left > 0 && at_ < areas_; --left) {
+            __builtin_prefetch(starts_[at_] + offset_, 0, 2);
+            offset_ += LINE;
+            if (offset_ >= area_) offset_ = 0, ++at_;
+        }
+    }
+
+  private:
+    static constexpr int64_t LINE = 64;
+    const char* starts_[2 * (TILE + 1)];
+    int64_t areas_ = 0, area_ = 0, each_ = 0, at_ = 0, offset_ = 0;
+};
 
 // Scores of ROWS queries for `count` vectors of keys, each from a block's place on; `next` is what is wanted soon.
 template <typename T, int ROWS, int COUNT>
@@ -266,7 +293,11 @@ void attend_as(const Attention& a, int64_t row, int64_t head, int64_t begin, int
             gather<T>(a, table, head, first, count, keys, values);
             mix_columns<false>(queries, dim, rows, dim, keys, TILE, scores, TILE);
         }
+        const int64_t following = first + TILE;
+        Next<T> next(a, table, head, following, last - following < TILE ? last - following : TILE,
+                     straight.score ? 0 : rows);
         for (int64_t r = 0; r < rows; ++r) {
+            next.some();
             const int64_t at = position + r / group, to = at + 1 - first;
             const int64_t from = a.window ? at - a.window + 1 - first : 0;
             weigh(scores + r * TILE, from, to, peak + r, total + r, result + r * padded, padded);

@@ -206,7 +206,7 @@ void attend(const Tensor& q, const Tensor& keys, const Tensor& values, const Ten
         static_cast<float>(scale), keys.scalar_type() == ScalarType::BFloat16};
     const int64_t blocks = keys.size(0), width = table.size(1);
     struct Unit {
-        int64_t row, head, begin, end;
+        int64_t row, head, begin, end, products;
     };
     std::vector<Unit> units;
     for (int64_t row = 0; row < rows; ++row) {
@@ -218,11 +218,14 @@ void attend(const Tensor& q, const Tensor& keys, const Tensor& values, const Ten
             const int32_t id = a.table[row * a.table_stride + block];
             STD_TORCH_CHECK(0 <= id && id < blocks, "a block of the table is not in the cache");
         }
-        // The last queries see the most keys: theirs is the work to begin with.
-        for (int64_t from = (end - begin - 1) / QUERIES * QUERIES + begin; from >= begin && end > begin; from -= QUERIES)
+        for (int64_t from = begin; from < end; from += QUERIES) {
+            const int64_t to = std::min(from + QUERIES, end);
             for (int64_t head = 0; head < kv_heads; ++head)
-                units.push_back({row, head, from, std::min(from + QUERIES, end)});
+                units.push_back({row, head, from, to, (to - from) * (length - (end - to))});
+        }
     }
+    // The longest is the work to begin with: what fills the time until the last one ends is then short.
+    std::stable_sort(units.begin(), units.end(), [](const Unit& x, const Unit& y) { return x.products > y.products; });
     const Level* level = current;
     each_unit(static_cast<int64_t>(units.size()), [&](int64_t number) {
         const Unit& unit = units[number];

@@ -1,7 +1,9 @@
 // Vectors of LANES floats.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <utility>
 
 #if LANES > 4
 #include <immintrin.h>
@@ -65,14 +67,50 @@ ALWAYS void store_narrow(uint16_t* at, F value) {
     *reinterpret_cast<HU*>(at) = __builtin_convertvector(nan ? bits >> 16 | 0x40 : rounded, H);
 }
 
-ALWAYS F larger(F one, F other) { return one > other ? one : other; }
+ALWAYS F larger(F one, F other) {
+#if LANES == 16
+    return (F)_mm512_max_ps((__m512)one, (__m512)other);
+#elif LANES == 8
+    return (F)_mm256_max_ps((__m256)one, (__m256)other);
+#else
+    return one > other ? one : other;
+#endif
+}
+
+// In each lane the value of the one BY away.
+template <int BY, size_t... LANE>
+ALWAYS F crossed(F value, std::index_sequence<LANE...>) {
+    return __builtin_shufflevector(value, value, (LANE ^ BY)...);
+}
+template <int BY>
+ALWAYS F crossed(F value) { return crossed<BY>(value, std::make_index_sequence<LANES>{}); }
+
+// Of all lanes, in each lane: by halves, since a chain through the lanes takes as long as all that is done with them.
+template <int BY = LANES / 2>
+ALWAYS F largest(F value) {
+    value = larger(value, crossed<BY>(value));
+    if constexpr (BY > 1) value = largest<BY / 2>(value);
+    return value;
+}
+template <int BY = LANES / 2>
+ALWAYS F total(F value) {
+    value += crossed<BY>(value);
+    if constexpr (BY > 1) value = total<BY / 2>(value);
+    return value;
+}
 
 // 2 to the power of x <= 0 to 1e-7 of its size; 0 below -126, and for -inf.
 ALWAYS F power_of_two(F x) {
+#if LANES == 16
+    const __mmask16 some = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_GE_OQ);
+    const __m512 whole = _mm512_maskz_roundscale_ps(some, (__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const F part = x - (F)whole;  // -0.5 … 0.5, or anything where the result is 0
+#else
     const F shift = splat(12582912.0f);  // 1.5 * 2^23: what is added to it is rounded to a whole number
     const F bounded = x > -126.0f ? x : splat(-126.0f);
     const F moved = bounded + shift;
     const F part = bounded - (moved - shift);  // -0.5 … 0.5
+#endif
     // The series of 2^part, its coefficients fitted for the least relative error.
     F value = splat(1.535336188319500e-4f);
     value = value * part + splat(1.339887440266574e-3f);
@@ -81,8 +119,12 @@ ALWAYS F power_of_two(F x) {
     value = value * part + splat(2.402264791363012e-1f);
     value = value * part + splat(6.931472028550421e-1f);
     value = value * part + splat(1.0f);
+#if LANES == 16
+    return (F)_mm512_maskz_scalef_ps(some, (__m512)value, whole);
+#else
     const F power = (F)((I)value + ((I)moved << 23));
     return x >= -126.0f ? power : F{};
+#endif
 }
 
 }  // namespace
