@@ -3,8 +3,8 @@
 Keys are taken in tiles of 64 from position 0, for all query heads that share them at once; arithmetic is float32
 whatever the cache holds. Blocks may have any size.
 
-Layout: keys [num_blocks, kv_heads, head_dim, block_size], so that a vector holds one dimension of several keys, and
-values [num_blocks, kv_heads, block_size, head_dim].
+Layout: [num_blocks, layers, 2]; of these keys [kv_heads, head_dim, block_size], so that a vector holds one dimension
+of several keys, and values [kv_heads, block_size, head_dim].
 """
 
 import torch
@@ -22,10 +22,14 @@ class NativeAttention:
     def allocate(
         self, layers: int, num_blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> KVCache:
+        # A block of all layers lies together, so that memory is asked of the system as blocks are used first: were
+        # each layer's blocks together, all layers would reach the end of a page at once, and one iteration would
+        # wait for 2 MiB of zeros for each of them.
+        memory = lazy_zeros((num_blocks, layers, 2, kv_heads * head_dim * block_size), dtype)
         keys, values = (num_blocks, kv_heads, head_dim, block_size), (num_blocks, kv_heads, block_size, head_dim)
         return KVCache(
-            [lazy_zeros(keys, dtype) for _ in range(layers)],
-            [lazy_zeros(values, dtype) for _ in range(layers)],
+            [memory[:, layer, 0].view(keys) for layer in range(layers)],
+            [memory[:, layer, 1].view(values) for layer in range(layers)],
             num_blocks,
             block_size,
             kv_heads,

@@ -110,7 +110,7 @@ void gather(const Attention& a, const int32_t* table, int64_t head, int64_t firs
             float* values) {
     const int64_t size = a.block_size, dim = a.dim, padded = (dim + 15) / 16 * 16;
     for (int64_t key = first; key < first + count;) {
-        const int64_t block = (table[key / size] * a.kv_heads + head) * size * dim, offset = key % size;
+        const int64_t block = table[key / size] * a.block_stride + head * size * dim, offset = key % size;
         const int64_t taken = size - offset < first + count - key ? size - offset : first + count - key;
         const T* from = static_cast<const T*>(a.keys) + block + offset;
         float* to = keys + key - first;
@@ -144,7 +144,7 @@ class Next {
         if (count <= 0 || parts <= 0) return;
         const int64_t size = a.block_size, area = size * a.dim * (int64_t)sizeof(T);
         for (int64_t block = first / size; block * size < first + count; ++block) {
-            const int64_t offset = (table[block] * a.kv_heads + head) * area;
+            const int64_t offset = table[block] * a.block_stride * (int64_t)sizeof(T) + head * area;
             starts_[areas_++] = static_cast<const char*>(a.keys) + offset;
             starts_[areas_++] = static_cast<const char*>(a.values) + offset;
         }
@@ -198,7 +198,7 @@ void score_tile(const Attention& a, const int32_t* table, int64_t head, int64_t 
         int together = 0;
         const int64_t start = from;
         for (; together < KEYS_AT_ONCE && from < count; ++together, from += LANES) {
-            const int64_t key = first + from, block = (table[key / size] * a.kv_heads + head) * size * dim;
+            const int64_t key = first + from, block = table[key / size] * a.block_stride + head * size * dim;
             keys[together] = static_cast<const T*>(a.keys) + block + key % size;
             // The values of the same keys come next.
             next[together] = reinterpret_cast<const char*>(static_cast<const T*>(a.values) + block + key % size * dim);
@@ -221,7 +221,7 @@ void add_tile(const Attention& a, const int32_t* table, int64_t head, int64_t fi
             _Pragma("GCC unroll 8") for (int v = 0; v < VECTORS; ++v)
                 sum[row][v] = load(result + row * dim + column + v * LANES);
         for (int64_t key = first; key < first + count;) {
-            const int64_t block = (table[key / size] * a.kv_heads + head) * size * dim, offset = key % size;
+            const int64_t block = table[key / size] * a.block_stride + head * size * dim, offset = key % size;
             const int64_t taken = size - offset < first + count - key ? size - offset : first + count - key;
             const T* line = static_cast<const T*>(a.values) + block + offset * dim + column;
             const float* weight = weights + key - first;

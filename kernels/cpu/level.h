@@ -56,13 +56,13 @@ using MatmulWhole = void (*)(const Quantised& x, int64_t row, int64_t rows, cons
                              int64_t out_stride, int64_t first, int64_t last);
 
 // One layer's attention. The cache holds for each block and kv head keys [dim, block_size] and values
-// [block_size, dim], in float32 or bfloat16.
+// [block_size, dim], in float32 or bfloat16; blocks are block_stride values apart.
 struct Attention {
     const float* q;  // [T, heads * dim], rows q_stride apart
     float* out;      // likewise
     const void *keys, *values;
     const int32_t *cu_q, *kv_len, *table;  // as in AttnBatch; rows of the table are table_stride apart
-    int64_t q_stride, out_stride, table_stride, heads, kv_heads, dim, block_size, window;
+    int64_t q_stride, out_stride, table_stride, heads, kv_heads, dim, block_size, block_stride, window;
     float scale;
     bool bf16;
 };
@@ -82,7 +82,7 @@ struct NewKeys {
     const float *cos, *sin;  // [T, dim / 2], or null: no rotation
     const int64_t* slot;    // block * block_size + offset; -1: do not write
     void *keys, *values;
-    int64_t stride, heads, kv_heads, dim, block_size;
+    int64_t stride, heads, kv_heads, dim, block_size, block_stride;
     bool bf16;
 };
 

@@ -180,9 +180,14 @@ void matmul4(const Tensor& x, const Tensor& packed, const std::optional<Tensor>&
 // Queries of one row that share a pass over its keys.
 constexpr int64_t QUERIES = 32;
 
+// A layer's blocks, one after the other or with those of other layers between them.
 bool is_cache(const Tensor& keys, const Tensor& values) {
     const auto type = keys.scalar_type();
-    return keys.dim() == 4 && values.dim() == 4 && keys.is_contiguous() && values.is_contiguous() &&
+    const auto blocks = [](const Tensor& t) {
+        return t.dim() == 4 && t.stride(3) == 1 && t.stride(2) == t.size(3) && t.stride(1) == t.size(2) * t.size(3) &&
+               t.stride(0) >= t.size(1) * t.stride(1);
+    };
+    return blocks(keys) && blocks(values) && keys.stride(0) == values.stride(0) &&
            (type == ScalarType::Float || type == ScalarType::BFloat16) && values.scalar_type() == type &&
            keys.size(0) == values.size(0) && keys.size(1) == values.size(1) && keys.size(2) == values.size(3) &&
            keys.size(3) == values.size(2);
@@ -202,8 +207,8 @@ void attend(const Tensor& q, const Tensor& keys, const Tensor& values, const Ten
     const Attention a{
         q.const_data_ptr<float>(), out.mutable_data_ptr<float>(), keys.const_data_ptr(), values.const_data_ptr(),
         cu_q.const_data_ptr<int32_t>(), kv_len.const_data_ptr<int32_t>(), table.const_data_ptr<int32_t>(),
-        q.stride(0), out.stride(0), table.stride(0), out.size(1) / dim, kv_heads, dim, keys.size(3), window,
-        static_cast<float>(scale), keys.scalar_type() == ScalarType::BFloat16};
+        q.stride(0), out.stride(0), table.stride(0), out.size(1) / dim, kv_heads, dim, keys.size(3),
+        keys.stride(0), window,        static_cast<float>(scale), keys.scalar_type() == ScalarType::BFloat16};
     const int64_t blocks = keys.size(0), width = table.size(1);
     struct Unit {
         int64_t row, head, begin, end, products;
@@ -249,7 +254,7 @@ void place(Tensor qkv, const std::optional<Tensor>& cos, const std::optional<Ten
     const NewKeys n{qkv.mutable_data_ptr<float>(), cos ? cos->const_data_ptr<float>() : nullptr,
                     sin ? sin->const_data_ptr<float>() : nullptr, slot.const_data_ptr<int64_t>(),
                     keys.mutable_data_ptr(), values.mutable_data_ptr(), qkv.stride(0), qkv.size(1) / dim - 2 * kv_heads,
-                    kv_heads, dim, size, keys.scalar_type() == ScalarType::BFloat16};
+                    kv_heads, dim, size, keys.stride(0), keys.scalar_type() == ScalarType::BFloat16};
     for (int64_t token = 0; token < tokens; ++token)
         STD_TORCH_CHECK(n.slot[token] < keys.size(0) * size, "a slot lies outside the cache");
     const Level* level = current;

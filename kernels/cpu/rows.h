@@ -34,7 +34,7 @@ void place_as(const NewKeys& n, int64_t begin, int64_t end) {
         const int64_t slot = n.slot[token];
         if (slot < 0) continue;
         for (int64_t head = 0; head < n.kv_heads; ++head) {
-            const int64_t block = (slot / size * n.kv_heads + head) * size * dim, offset = slot % size;
+            const int64_t block = slot / size * n.block_stride + head * size * dim, offset = slot % size;
             const float* key = row + (n.heads + head) * dim;
             const float* value = key + n.kv_heads * dim;
             T* keys = static_cast<T*>(n.keys) + block + offset;

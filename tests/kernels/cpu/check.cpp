@@ -162,16 +162,17 @@ void check_attend() {
     const int64_t q_stride = heads * size + between(0, 4), out_stride = heads * size + between(0, 4);
     Memory<float> q(queries * q_stride), out(queries * out_stride);
     fill(q);
-    Memory<T> keys(pool * kv_heads * size * block), values(pool * kv_heads * size * block);
+    const int64_t apart = kv_heads * size * block + between(0, 70);
+    Memory<T> keys(pool * apart), values(pool * apart);
     std::vector<int32_t> table(blocks);
     for (int64_t i = 0; i < blocks; ++i) table[i] = static_cast<int32_t>((i * 2 + 1) % pool);
     if (pool % 2 == 0)
         for (int64_t i = 0; i < blocks; ++i) table[i] = static_cast<int32_t>(pool - 1 - i);
     const auto key_at = [&](int64_t key, int64_t head, int64_t d) {
-        return (table[key / block] * kv_heads + head) * size * block + d * block + key % block;
+        return table[key / block] * apart + head * size * block + d * block + key % block;
     };
     const auto value_at = [&](int64_t key, int64_t head, int64_t d) {
-        return (table[key / block] * kv_heads + head) * size * block + key % block * size + d;
+        return table[key / block] * apart + head * size * block + key % block * size + d;
     };
     for (int64_t key = 0; key < length; ++key)
         for (int64_t head = 0; head < kv_heads; ++head)
@@ -184,7 +185,7 @@ void check_attend() {
     a.q = q.at(), a.out = out.at(), a.keys = keys.at(), a.values = values.at();
     a.cu_q = cu_q, a.kv_len = kv_len, a.table = table.data();
     a.q_stride = q_stride, a.out_stride = out_stride, a.table_stride = blocks;
-    a.heads = heads, a.kv_heads = kv_heads, a.dim = size, a.block_size = block, a.window = window;
+    a.heads = heads, a.kv_heads = kv_heads, a.dim = size, a.block_size = block, a.block_stride = apart, a.window = window;
     a.scale = 1.0f / std::sqrt(static_cast<float>(size)), a.bf16 = sizeof(T) == 2;
     Memory<float> scratch(attend_scratch(a, queries));
     const int64_t cut = between(0, queries);
@@ -226,13 +227,15 @@ void check_place() {
     Memory<float> qkv(tokens * stride), cosine(tokens * dim / 2), sine(tokens * dim / 2);
     fill(qkv), fill(cosine), fill(sine);
     std::vector<float> before(qkv.at(), qkv.at() + tokens * stride);
-    Memory<T> keys(pool * kv_heads * dim * block), values(pool * kv_heads * dim * block);
+    const int64_t apart = kv_heads * dim * block + between(0, 9);
+    Memory<T> keys(pool * apart), values(pool * apart);
     std::vector<int64_t> slots(tokens);
     for (int64_t i = 0; i < tokens; ++i) slots[i] = between(0, 4) ? i * 5 % (pool * block) : -1;
     NewKeys n{};
     n.qkv = qkv.at(), n.slot = slots.data(), n.keys = keys.at(), n.values = values.at();
     n.cos = rotated ? cosine.at() : nullptr, n.sin = rotated ? sine.at() : nullptr;
-    n.stride = stride, n.heads = heads, n.kv_heads = kv_heads, n.dim = dim, n.block_size = block, n.bf16 = sizeof(T) == 2;
+    n.stride = stride, n.heads = heads, n.kv_heads = kv_heads, n.dim = dim, n.block_size = block, n.block_stride = apart;
+    n.bf16 = sizeof(T) == 2;
     CHECKED.place(n, 0, tokens);
     for (int64_t token = 0; token < tokens; ++token)
         for (int64_t head = 0; head < heads + 2 * kv_heads; ++head)
@@ -247,7 +250,7 @@ void check_place() {
                 expect("place", token, head * dim + d, qkv[from + d], expected, 4e-6);
                 if (head < heads || slots[token] < 0) continue;
                 const bool key = head < heads + kv_heads;
-                const int64_t in_cache = (slots[token] / block * kv_heads + (head - heads) % kv_heads) * block * dim;
+                const int64_t in_cache = slots[token] / block * apart + (head - heads) % kv_heads * block * dim;
                 const int64_t offset = slots[token] % block;
                 const T found = key ? keys[in_cache + d * block + offset] : values[in_cache + offset * dim + d];
                 const double bound = sizeof(T) == 2 ? std::fabs(expected) / 250 + 1e-6 : 4e-6;
