@@ -9,9 +9,12 @@ from bisect import bisect_left, insort
 _REMEMBERED, _LONGER = 256, 1
 #: The margin before so many rounds are known is not smaller than this.
 _FIRST, _FEW = 0.04, 64
-#: By how much of itself a prediction is enlarged at most, and by how much more one round can ask for: one that was
-#: far out tells of a pause or of a wrong model, which the margin must not be made to cover at once.
-_MOST, _STEP = 0.4, 0.02
+#: By how much of itself a prediction is enlarged at most: more scatter than that is not the device's but its host's,
+#: which takes processors away or slows them. Smaller chunks hardly help against it, and leave prompts unread for so
+#: long that the decodes beside them grow by what was saved.
+#: And by how much more one round can ask for: one that was far out tells of a pause or of a wrong model, which the
+#: margin must not be made to cover at once.
+_MOST, _STEP = 0.2, 0.02
 
 
 class Margin:

@@ -15,7 +15,7 @@ def test_it_is_the_second_largest_of_the_last_256(values: list[float]) -> None:
         margin.learn(value)
         last = sorted(noted[-256:], reverse=True)
         asked = last[1] if len(last) > 1 else 0.0
-        assert margin.value == min(max(asked, 0.04 if len(last) < 64 else 0.0), 0.4)
+        assert margin.value == min(max(asked, 0.04 if len(last) < 64 else 0.0), 0.2)
 
 
 def test_few_rounds_are_longer_and_a_bad_spell_is_forgotten() -> None:
@@ -27,7 +27,7 @@ def test_few_rounds_are_longer_and_a_bad_spell_is_forgotten() -> None:
     assert longer <= 0.01 * 5000 and 0.08 < margin.value < 0.2
     for _ in range(60):
         margin.learn(5.0)
-    assert margin.value == 0.4
+    assert margin.value == 0.2
     for _ in range(256):
         margin.learn(0.0)
     assert margin.value == 0.0
