@@ -76,11 +76,11 @@ class Relived(World):
         self.at(when, Returned(send.replica, structs.replace(result, epoch=send.plan.epoch)))
 
 
-def ask(server: LiveServer, model: str, number: int) -> None:
+def ask(server: LiveServer, model: str, number: int, more: int) -> None:
     prompt = " ".join(
         ["the same beginning of several words"] * (number % 5) + [f"word{number}"] * (7 + 11 * number % 90)
     )
-    tokens = 5 + 7 * number % 40
+    tokens = 5 + 7 * number % 40 + more
     fields = {"model": model, "prompt": prompt, "max_tokens": tokens, "min_tokens": tokens, "temperature": 0}
     assert server.post("/v1/completions", **fields).json()["usage"]["completion_tokens"] == tokens
 
@@ -98,9 +98,11 @@ def test_a_recorded_live_schedule_is_planned_again(
     model: str, flags: list[str], preempts: bool, tmp_path: Path
 ) -> None:
     path = tmp_path / "journal"
+    # Answers long enough to be under way together, and so outgrow the few blocks, however late each request comes.
+    more = 120 if preempts else 0
     with live(model, *flags, "--token-budget", "64", "--journal", str(path), "--journal-ids") as server:
         with ThreadPoolExecutor(8) as pool:
-            list(pool.map(lambda number: ask(server, model, number), range(24)))
+            list(pool.map(lambda number: ask(server, model, number, more), range(24)))
         assert server.stop() == 0
     recorded = read(path)
     assert len(recorded.arrivals) == 24 and len(recorded.plans) > 100
