@@ -99,7 +99,7 @@ def test_a_recorded_live_schedule_is_planned_again(
 ) -> None:
     path = tmp_path / "journal"
     # Answers long enough to be under way together, and so outgrow the few blocks, however late each request comes.
-    more = 120 if preempts else 0
+    more = 40 if preempts else 0
     with live(model, *flags, "--token-budget", "64", "--journal", str(path), "--journal-ids") as server:
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda number: ask(server, model, number, more), range(24)))
