@@ -13,6 +13,7 @@ from setproctitle import setproctitle
 from .core.bounds import ADMISSIONS, POLICIES
 from .core.events import Limits
 from .core.slo import parse_slo
+from .heap import return_large
 from .logs import configure
 from .options import JOURNAL_BYTES, ControlOptions, Door
 from .server import serve
@@ -139,6 +140,7 @@ def main(argv: list[str] | None = None) -> int:
     configure(args.log_level)
     setproctitle("evenflow control")
     settle_gc()
+    return_large()
     try:
         die_with_parent()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -11,6 +11,7 @@ import uvloop
 from setproctitle import setproctitle
 
 from ... import __version__
+from ..heap import return_large
 from ..logs import configure
 from ..wire.keys import KeyFault
 from ..wire.lifeline import ParentGone, die_with_parent
@@ -28,6 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     configure(options.log_level)
     setproctitle("evenflow gateway")
+    return_large()
     try:
         die_with_parent(options.parent)
         # The port is bound before the model is read: a port that is taken is found at once.
