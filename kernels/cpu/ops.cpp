@@ -208,7 +208,7 @@ void attend(const Tensor& q, const Tensor& keys, const Tensor& values, const Ten
         q.const_data_ptr<float>(), out.mutable_data_ptr<float>(), keys.const_data_ptr(), values.const_data_ptr(),
         cu_q.const_data_ptr<int32_t>(), kv_len.const_data_ptr<int32_t>(), table.const_data_ptr<int32_t>(),
         q.stride(0), out.stride(0), table.stride(0), out.size(1) / dim, kv_heads, dim, keys.size(3),
-        keys.stride(0), window,        static_cast<float>(scale), keys.scalar_type() == ScalarType::BFloat16};
+        keys.stride(0), window, static_cast<float>(scale), keys.scalar_type() == ScalarType::BFloat16};
     const int64_t blocks = keys.size(0), width = table.size(1);
     struct Unit {
         int64_t row, head, begin, end, products;
