@@ -259,7 +259,9 @@ def _with_budget(options: argparse.Namespace, prompts: tuple[int, ...], budget: 
             results.add(Row("slowest_iteration_ms", case, limit, "ms"))
             pairs = zip(found["worst_gap_ms", size], found["slowest_iteration_ms", size], strict=True)
             for run, ((one, _), (iteration, _)) in enumerate(pairs):
-                results.add(Row("worst_gap_of_run_ms", {**case, "run": run}, one, "ms", "its iteration", one / iteration))
+                results.add(
+                    Row("worst_gap_of_run_ms", {**case, "run": run}, one, "ms", "its iteration", one / iteration)
+                )
         stolen = [
             share for name in ("worst_gap_ms", "slowest_iteration_ms") for _, share in found.get((name, size), ())
         ]
