@@ -23,6 +23,8 @@ constexpr int VECTORS = 2;
 #endif
 // Stands for "no key seen yet": the difference of two infinities would be no number.
 constexpr float NOTHING = -1e30f;
+// Bytes of a line of memory.
+constexpr int64_t LINE = 64;
 
 // to[row, :] (+)= from[row, :count] · table[:count, :] for COLUMNS vectors; rows after `rows` are computed as the last
 // and not stored.
@@ -160,7 +162,6 @@ class Next {
     }
 
   private:
-    static constexpr int64_t LINE = 64;
     const char* starts_[2 * (TILE + 1)];
     int64_t areas_ = 0, area_ = 0, each_ = 0, at_ = 0, offset_ = 0;
 };
@@ -183,6 +184,12 @@ void score(const float* queries, int64_t dim, int64_t size, const T* const* keys
         _Pragma("GCC unroll 8") for (int row = 0; row < ROWS; ++row) store(to + row * TILE + v * LANES, sum[v][row]);
 }
 
+// A key's block and place in it, by a division of 32 bits: one of 64 takes as long as 16 keys, on older processors.
+struct Spot {
+    uint32_t block, offset;
+    Spot(int64_t key, int64_t size) : block((uint32_t)key / (uint32_t)size), offset((uint32_t)key % (uint32_t)size) {}
+};
+
 // Vectors of keys that few queries look at together.
 constexpr int KEYS_AT_ONCE = 4;
 
@@ -198,10 +205,11 @@ void score_tile(const Attention& a, const int32_t* table, int64_t head, int64_t 
         int together = 0;
         const int64_t start = from;
         for (; together < KEYS_AT_ONCE && from < count; ++together, from += LANES) {
-            const int64_t key = first + from, block = table[key / size] * a.block_stride + head * size * dim;
-            keys[together] = static_cast<const T*>(a.keys) + block + key % size;
+            const Spot at(first + from, size);
+            const int64_t block = table[at.block] * a.block_stride + head * size * dim;
+            keys[together] = static_cast<const T*>(a.keys) + block + at.offset;
             // The values of the same keys come next.
-            next[together] = reinterpret_cast<const char*>(static_cast<const T*>(a.values) + block + key % size * dim);
+            next[together] = reinterpret_cast<const char*>(static_cast<const T*>(a.values) + block + at.offset * dim);
         }
         float* to = scores + start;
         if (together == KEYS_AT_ONCE)
@@ -211,23 +219,34 @@ void score_tile(const Attention& a, const int32_t* table, int64_t head, int64_t 
     }
 }
 
+// Meanwhile the memory has nothing to do: keys of the next tile, whose last key is before `last`, are asked for.
 template <typename T, int ROWS>
-void add_tile(const Attention& a, const int32_t* table, int64_t head, int64_t first, int64_t count,
+void add_tile(const Attention& a, const int32_t* table, int64_t head, int64_t first, int64_t count, int64_t last,
               const float* weights, float* result) {
     const int64_t size = a.block_size, dim = a.dim;
+    // As many lines of keys for each line of values as there are.
+    const int64_t each = dim * (int64_t)sizeof(T) / LINE;
     for (int64_t column = 0; column < dim; column += VECTORS * LANES) {
         F sum[ROWS][VECTORS];
         _Pragma("GCC unroll 8") for (int row = 0; row < ROWS; ++row)
             _Pragma("GCC unroll 8") for (int v = 0; v < VECTORS; ++v)
                 sum[row][v] = load(result + row * dim + column + v * LANES);
         for (int64_t key = first; key < first + count;) {
-            const int64_t block = table[key / size] * a.block_stride + head * size * dim, offset = key % size;
-            const int64_t taken = size - offset < first + count - key ? size - offset : first + count - key;
-            const T* line = static_cast<const T*>(a.values) + block + offset * dim + column;
+            const Spot at(key, size);
+            const int64_t block = table[at.block] * a.block_stride + head * size * dim;
+            const int64_t taken = size - at.offset < first + count - key ? size - at.offset : first + count - key;
+            const T* line = static_cast<const T*>(a.values) + block + at.offset * dim + column;
             const float* weight = weights + key - first;
+            const bool ahead = column == 0 && TILE % size == 0 && key + TILE < last;
+            const int64_t block_ahead = ahead ? table[at.block + TILE / size] : 0;
+            const char* soon = reinterpret_cast<const char*>(static_cast<const T*>(a.keys) +
+                                                             block_ahead * a.block_stride + head * size * dim);
             for (int64_t i = 0; i < taken; ++i, line += dim) {
+                if (ahead)
+                    for (int64_t l = 0; l < each; ++l, soon += LINE) __builtin_prefetch(soon);
                 F value[VECTORS];
-                _Pragma("GCC unroll 8") for (int v = 0; v < VECTORS; ++v) value[v] = load_wide(line + v * LANES);
+                _Pragma("GCC unroll 8") for (int v = 0; v < VECTORS; v += 2)
+                    load_two(line + v * LANES, value[v], value[v + 1]);
                 _Pragma("GCC unroll 8") for (int row = 0; row < ROWS; ++row) {
                     const F factor = splat(weight[row * TILE + i]);
                     _Pragma("GCC unroll 8") for (int v = 0; v < VECTORS; ++v) sum[row][v] += factor * value[v];
@@ -241,10 +260,18 @@ void add_tile(const Attention& a, const int32_t* table, int64_t head, int64_t fi
     }
 }
 
+// Where column d of a result of add_tile is: `load_two` takes columns of bfloat16 by turns.
+template <typename T>
+ALWAYS int64_t place_of(int64_t d) {
+    if (sizeof(T) == 4) return d;
+    const int64_t lane = d % (2 * LANES);
+    return d - lane + lane % 2 * LANES + lane / 2;
+}
+
 template <typename T>
 struct Direct {
     void (*score)(const Attention&, const int32_t*, int64_t, int64_t, int64_t, const float*, float*);
-    void (*add)(const Attention&, const int32_t*, int64_t, int64_t, int64_t, const float*, float*);
+    void (*add)(const Attention&, const int32_t*, int64_t, int64_t, int64_t, int64_t, const float*, float*);
 };
 
 // For so many rows, or none.
@@ -303,13 +330,13 @@ void attend_as(const Attention& a, int64_t row, int64_t head, int64_t begin, int
             weigh(scores + r * TILE, from, to, peak + r, total + r, result + r * padded, padded);
         }
         if (straight.add)
-            straight.add(a, table, head, first, count, scores, result);
+            straight.add(a, table, head, first, count, last, scores, result);
         else
             mix_columns<true>(scores, TILE, rows, count, values, padded, result, padded);
     }
     for (int64_t r = 0; r < rows; ++r) {
         float* to = a.out + (begin + r / group) * a.out_stride + (head * group + r % group) * dim;
-        for (int64_t d = 0; d < dim; ++d) to[d] = result[r * padded + d] / total[r];
+        for (int64_t d = 0; d < dim; ++d) to[d] = result[r * padded + (straight.add ? place_of<T>(d) : d)] / total[r];
     }
 }
 
