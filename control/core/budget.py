@@ -35,6 +35,9 @@ LEAST_CHUNK, LEAST_START = 4, 8
 #: of a prompt that is being read at least what takes this part of the time of the decodes. The iteration is missed
 #: anyway, and while a prompt is read the decodes only grow: the sooner it has been, the more rounds hold the target.
 EVERY, FORCED = 4, 0.5
+#: The part of the room beside decodes that the margin takes at most. With more, prompts would be read so slowly that
+#: decodes grow by what it saves, until there is no room at all.
+SHARE = 0.25
 #: A request that prefills in progress keep out, since what they leave is not worth a chunk, goes before them after so
 #: many iterations; one that decodes keep out is admitted after so many. Its first tile then breaks the target, but so
 #: seldom that it is held for 99 % of rounds.
@@ -262,7 +265,9 @@ class Budget:
         start = min(self.tile - decodes % self.tile if self.tile else LEAST_START, self.tokens)
         first = min(LEAST_CHUNK, start) if reads and not self.tile else start
         base = self.model.predict(Features(0, 0, decodes, kv_tokens))
-        spare = self.limit - base
+        room = self.iteration_s(self.strictest, 0.0) - base
+        spare = max(self.limit - base, (1.0 - SHARE) * room)
+        self.limit = base + spare
         least = self.chunk_s(first, computed)
         if spare >= least:
             self._waited = 0
@@ -281,7 +286,6 @@ class Budget:
         self._waited = 0
         # Whatever this one holds, it breaks the target once in EVERY at the most. A target that one decode alone
         # would miss is missed however few are admitted.
-        room = self.iteration_s(self.strictest, 0.0) - base
         self.admits = (
             self.kept_out >= PATIENCE
             or room >= self.chunk_s(start, 0)

@@ -25,11 +25,23 @@ from evenflow.control.core.events import (
     Submitted,
     Wake,
 )
-from evenflow.control.core.timing import Features, attention_work
+from evenflow.control.core.timing import attention_work
 from evenflow.control.wire import Result, Sample, Submit
 
-#: Seconds of an iteration on one stage, by its features and its number of tokens.
-Law = Callable[[Features], float]
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is in an iteration. ``kv_tokens`` are read by its decodes, ``before`` by its chunks, each once."""
+
+    prefill: int
+    attention: float
+    decodes: int
+    kv_tokens: int
+    before: int = 0
+
+
+#: Seconds of an iteration on one stage.
+Law = Callable[[Load], float]
 
 
 @dataclass(slots=True)
@@ -166,7 +178,7 @@ class TimedDevice:
         chunk_slots = array("H", plan.chunk_slots)
         chunks = list(array("I", plan.chunk_tokens))
         replica = self.engine.replicas[0]
-        attention = 0.0
+        attention, before = 0.0, 0
         finals: list[int] = []
         for slot, taken in zip(chunk_slots, chunks, strict=True):
             seq = replica.owners[slot]
@@ -174,9 +186,10 @@ class TimedDevice:
             known = len(seq.tokens) >> 2
             computed = seq.computed if seq.lane is None else known
             attention += attention_work(computed - taken, taken)
+            before += computed - taken
             if computed == known:
                 finals.append(slot)
-        features = Features(sum(chunks), attention, send.decodes, send.kv_tokens)
+        features = Load(sum(chunks), attention, send.decodes, send.kv_tokens, before)
         ready = max([arrival, *(self._sampled[slot] for slot in slots)])
         starved = started = end = 0.0
         for stage in range(self.stages):
@@ -250,7 +263,8 @@ def profile_of(law: Law) -> list[Sample]:
     samples: list[Sample] = []
     for context, taken, decodes in shapes:
         work = attention_work(context, taken) if taken else 0.0
-        took = law(Features(taken, work, decodes, decodes * context))
+        before = context if taken else 0
+        took = law(Load(taken, work, decodes, decodes * context, before))
         if took < 0.25:
             samples.append(Sample(taken, int(work), decodes, decodes * context, int(took * 1e6)))
     return samples

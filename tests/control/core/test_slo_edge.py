@@ -29,8 +29,15 @@ class Served:
         return self.gaps[int(0.99 * len(self.gaps))]
 
 
-def streams(seed: int, context: int = 20, profiled: bool = True) -> TimedDevice:
-    server = device("edge", noise=0.04, spikes=(0.005, 1.3), profiled=profiled, seed=seed)
+def streams(
+    seed: int,
+    context: int = 20,
+    profiled: bool = True,
+    law: str = "edge",
+    noise: float = 0.04,
+    spikes: tuple[float, float] = (0.005, 1.3),
+) -> TimedDevice:
+    server = device(law, noise=noise, spikes=spikes, profiled=profiled, seed=seed)
     for key in range(STREAMS):
         server.submit(key, context, 30_000)
     while len(server.seen.requests) < STREAMS or any(
@@ -72,7 +79,7 @@ def test_long_prompts_are_read_in_every_iteration_and_the_target_is_held(profile
 
 @pytest.mark.parametrize(
     ("context", "seconds", "held", "p99", "worst"),
-    [(1000, 55.0, 0.93, 0.13, 0.15), (1600, 65.0, 0.6, 0.165, 0.2)],
+    [(1000, 45.0, 0.95, 0.11, 0.15), (1600, 65.0, 0.6, 0.165, 0.2)],
 )
 def test_where_decodes_leave_no_room_the_prompt_is_read_soon_and_no_gap_is_twice_the_target(
     context: int, seconds: float, held: float, p99: float, worst: float
@@ -85,5 +92,17 @@ def test_where_decodes_leave_no_room_the_prompt_is_read_soon_and_no_gap_is_twice
         served = serve(server, 4000)
         assert served.seconds < seconds
         assert served.held > held and served.p99 < p99 and served.gaps[-1] < worst
-        assert budget.withheld and budget.missed
-        assert bool(budget.unreachable) == (context == 1600)
+        assert budget.missed
+        assert bool(budget.withheld) == bool(budget.unreachable) == (context == 1600)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_on_a_host_that_scatters_a_long_prompt_is_read_before_decodes_have_grown(seed: int) -> None:
+    """Iterations scatter by 8 %, one in a hundred takes 40 % longer. A margin for all of that takes a third of
+    the room. In what is left a prompt of 7,000 tokens takes four minutes, and decodes end beyond the target by
+    themselves."""
+    server = streams(seed, 400, law="reading", noise=0.08, spikes=(0.01, 1.4))
+    served = [serve(server, size) for size in (1000, 4000, 7000)]
+    assert [one.seconds < most for one, most in zip(served, (5.0, 32.0, 180.0), strict=True)] == [True] * 3
+    assert max(one.p99 for one in served) < 0.13 and max(one.gaps[-1] for one in served) < 0.2
+    assert budget_of(server).margin.value > 0.15
