@@ -20,7 +20,7 @@ from control_plane import ANSWER, Load
 from evenflow.control.__main__ import settle_gc
 from evenflow.control.core.events import ReplicaUp
 from evenflow.control.journal.link import JournalLink
-from evenflow.control.journal.recorder import Item, Recorder
+from evenflow.control.journal.recorder import Recorder, decode_items
 from evenflow.control.journal.replay import Journal, replay
 from evenflow.control.journal.writer import Writer
 from report import Report, Row, arguments
@@ -81,9 +81,9 @@ def cost(running: int, rounds: int, steps: int, report: Report) -> None:
 
 def writing(running: int, steps: int, report: Report) -> None:
     """What is done with it elsewhere, here, and whether it can be replayed."""
-    taken: list[list[Item]] = []
+    taken: list[bytes] = []
     load = Load(running)
-    journal = Recorder(lambda items, soon: taken.append(items))
+    journal = Recorder(lambda data, soon: taken.append(bytes(data)) if data else None)
     recorded(load, journal)
     for _ in range(steps):
         load.step()
@@ -92,8 +92,8 @@ def writing(running: int, steps: int, report: Report) -> None:
         path = Path(folder) / "journal"
         writer = Writer(path, 1 << 40, b"key")
         start = perf_counter()
-        for items in taken:
-            writer.take(items)
+        for data in taken:
+            writer.take(decode_items(data))
         writer.close()
         took = (perf_counter() - start) / steps * 1e6
         case = {"running": running}

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import msgspec
 import structlog
-from msgspec import msgpack
 from setproctitle import setproctitle
 
 from ... import __version__
 from ..logs import configure
-from .recorder import Item
+from .recorder import decode_items
 from .ring import RingClosed, RingReader
 from .writer import JournalStop, Writer
 
@@ -38,14 +37,13 @@ def main(argv: list[str] | None = None) -> int:
     # It may wait; whoever decides and computes may not.
     os.nice(10)
     writer = Writer(args.file, args.size, os.urandom(16), __version__)
-    decode = msgpack.Decoder(list[Item]).decode
     ring = RingReader(*args.ring)
     flushed, told = time.monotonic(), False
     try:
         while True:
             try:
                 for message in ring.messages(FLUSH_S / 2):
-                    writer.take(decode(message))
+                    writer.take(decode_items(message))
             except RingClosed:
                 break
             if time.monotonic() - flushed >= FLUSH_S:

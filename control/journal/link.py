@@ -9,12 +9,8 @@ import time
 from collections import deque
 
 import structlog
-from msgspec import msgpack
 
-from .recorder import Item
 from .ring import CAPACITY, RingClosed, RingWriter
-
-_encode_into = msgpack.Encoder().encode_into
 
 log = structlog.get_logger("evenflow.control")
 
@@ -49,7 +45,6 @@ class JournalLink:
         self._most_waiting = most_waiting
         self._patience = patience
         self._pieces: deque[tuple[bytes, bool]] = deque()  #: that wait for room in the ring, and whether more follow
-        self._data = bytearray()  #: kept, so that its memory is at hand
         self.waiting = 0  #: bytes that wait
         self.lost = False  #: the journal has ended before its time
         self.process = subprocess.Popen(
@@ -61,18 +56,15 @@ class JournalLink:
         for descriptor in (memory, hears, tells):
             os.close(descriptor)
 
-    def hand(self, items: list[Item], soon: bool) -> None:
-        """Give ``items`` to the writer, without waiting for it. It hears of them when they are wanted ``soon``, or
-        are many: to wake it each time would cost more than all else."""
+    def hand(self, data: bytes | bytearray, soon: bool) -> None:
+        """Give a message to the writer, without waiting for it. It hears of it when it is wanted ``soon``, or there
+        is much to hear: to wake it each time would cost more than all else."""
         if self.lost:
             return
         ring = self._ring
         try:
-            if items:
-                data = self._data
-                _encode_into(items, data)
-                if self._pieces or len(data) > ring.most or not ring.put(data):
-                    self._wait(data)
+            if data and (self._pieces or len(data) > ring.most or not ring.put(data)):
+                self._wait(data)
             if self._pieces:
                 self._move()
             if soon or self._pieces or ring.untold > self._untold:
@@ -82,13 +74,12 @@ class JournalLink:
         if self.waiting > self._most_waiting:
             self._lose("its writer does not keep up")
 
-    def _wait(self, data: bytearray) -> None:
+    def _wait(self, data: bytes | bytearray) -> None:
         """Let ``data`` wait, in pieces that fit the ring."""
         most, size = self._ring.most, len(data)
         for at in range(0, size, most):
             self._pieces.append((bytes(data[at : at + most]), at + most < size))
         self.waiting += size
-        self._data = bytearray()  # as large a one is not kept
 
     def _move(self) -> None:
         """Put what waits into the ring, as far as there is room."""

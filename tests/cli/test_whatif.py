@@ -12,7 +12,7 @@ from evenflow.cli.history import read_history
 from evenflow.cli.whatif import Outcome, Wishes, imagine, recorded_setting, run_whatif, settle
 from evenflow.control.core.events import Event, Limits, SendPlan
 from evenflow.control.core.slo import parse_slo
-from evenflow.control.journal.recorder import Recorder
+from evenflow.control.journal.recorder import Recorder, decode_items
 from evenflow.control.journal.replay import Journal
 from evenflow.control.journal.writer import Writer
 from evenflow.control.wire import Result, encode
@@ -71,7 +71,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The journal of a served load."""
     path = tmp_path_factory.mktemp("whatif") / "journal"
     writer = Writer(path, 1 << 30, b"key")
-    recorder = Recorder(lambda items, soon: writer.take(items))
+    recorder = Recorder(lambda data, soon: writer.take(decode_items(data)) if data else None)
     world = RecordedWorld(recorder, LIMITS, ReplicaModel(Device(), 1, BLOCKS))
     world.feed(load())
     world.run()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from evenflow.control.host import Host
-from evenflow.control.journal.recorder import Item, Recorder
+from evenflow.control.journal.recorder import Recorder, decode_items
 from evenflow.control.journal.writer import Writer
 from evenflow.control.options import ControlOptions
 from evenflow.control.server import ControlServer
@@ -32,8 +32,9 @@ def record(
             writer = Writer(folder / f"{seed}-{len(writers)}", 1 << 30, b"a key of the test", "test")
             writers.append(writer)
 
-            def take(items: list[Item], soon: bool) -> None:
-                writer.take(items)
+            def take(data: bytes | bytearray, soon: bool) -> None:
+                if data:
+                    writer.take(decode_items(data))
                 if writer.parts:
                     after(writer)
 

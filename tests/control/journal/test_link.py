@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from evenflow.control.core.events import Aborted, Submitted
 from evenflow.control.journal.link import JournalLink
-from evenflow.control.journal.recorder import Item
+from evenflow.control.journal.recorder import Item, decode_items
 from evenflow.control.wire import Submit
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,7 +32,7 @@ with open(sys.argv[1], "w") as file:
 """
 SLEEP = "import time; time.sleep(600)"
 
-decode = msgpack.Decoder(list[Item]).decode
+encode = msgpack.encode
 
 
 def prompt(key: int, tokens: int) -> list[Item]:
@@ -40,7 +40,7 @@ def prompt(key: int, tokens: int) -> list[Item]:
 
 
 def kept(path: Path) -> list[list[Item]]:
-    return [decode(bytes.fromhex(line)) for line in path.read_text().splitlines()]
+    return [decode_items(bytes.fromhex(line)) for line in path.read_text().splitlines()]
 
 
 def keeper(path: Path, delay: float = 0.0, most_waiting: int = 1 << 30) -> JournalLink:
@@ -54,7 +54,7 @@ def test_batches_of_any_size_arrive_whole_and_in_order(sizes: list[int], delay: 
     link = keeper(path, delay)
     batches = [prompt(i, size) for i, size in enumerate(sizes)]
     for i, batch in enumerate(batches):
-        link.hand(batch, i % 3 == 0)
+        link.hand(encode(batch), i % 3 == 0)
     link.close()
     assert not link.lost
     try:
@@ -67,17 +67,17 @@ def test_what_is_many_times_the_ring_arrives_when_the_control_process_ends_at_on
     link = keeper(tmp_path / "kept")
     batches = [prompt(1, 20 * SMALL), prompt(2, 1), prompt(3, SMALL)]
     for batch in batches:
-        link.hand(batch, False)
+        link.hand(encode(batch), False)
     link.close()
     assert not link.lost and kept(tmp_path / "kept") == batches
 
 
 def test_what_waits_moves_on_with_the_ticks_of_the_control_process(tmp_path: Path) -> None:
     link = keeper(tmp_path / "kept")
-    link.hand(prompt(1, 20 * SMALL), False)
+    link.hand(encode(prompt(1, 20 * SMALL)), False)
     deadline = time.monotonic() + 60.0
     while link.waiting and time.monotonic() < deadline:
-        link.hand([], True)
+        link.hand(b"", True)
         time.sleep(0.001)
     assert not link.waiting and not link.lost
     link.close()
@@ -91,12 +91,12 @@ def ended(link: JournalLink) -> None:
 
 def test_a_writer_that_ends_in_the_middle_of_a_large_batch_loses_the_journal_and_nothing_else(tmp_path: Path) -> None:
     link = keeper(tmp_path / "kept", 60.0)
-    link.hand(prompt(1, 20 * SMALL), True)
+    link.hand(encode(prompt(1, 20 * SMALL)), True)
     assert link.waiting and not link.lost
     ended(link)
-    link.hand([Aborted(0, 1)], True)
+    link.hand(encode([Aborted(0, 1)]), True)
     assert link.lost and not link.waiting
-    link.hand(prompt(2, 1), True)
+    link.hand(encode(prompt(2, 1)), True)
     start = time.monotonic()
     link.close()
     assert time.monotonic() - start < 2.0
@@ -105,7 +105,7 @@ def test_a_writer_that_ends_in_the_middle_of_a_large_batch_loses_the_journal_and
 @pytest.mark.parametrize("harm", [ended, lambda link: None], ids=["dead", "asleep"])
 def test_the_end_waits_for_a_writer_only_so_long(harm: Callable[[JournalLink], None]) -> None:
     link = JournalLink([sys.executable, "-c", SLEEP], SMALL, patience=0.3)
-    link.hand(prompt(1, 20 * SMALL), True)
+    link.hand(encode(prompt(1, 20 * SMALL)), True)
     assert link.waiting
     harm(link)
     start = time.monotonic()
@@ -117,7 +117,7 @@ def test_the_end_waits_for_a_writer_only_so_long(harm: Callable[[JournalLink], N
 def test_what_waits_is_bounded() -> None:
     link = JournalLink([sys.executable, "-c", SLEEP], SMALL, 1 << 16, patience=0.1)
     for key in range(1000):
-        link.hand(prompt(key, 100), False)
+        link.hand(encode(prompt(key, 100)), False)
         assert link.waiting <= (1 << 16)
     assert link.lost and not link.waiting
     link.close()
