@@ -106,16 +106,26 @@ ALWAYS void weigh(float* scores, int64_t from, int64_t to, float* peak, float* s
     *sums += total(sum)[0];
 }
 
-// Keys [dim, block] and values [block, dim] of a tile's blocks, as floats: [dim, TILE] and [TILE, padded].
-template <typename T>
-void gather(const Attention& a, const int32_t* table, int64_t head, int64_t first, int64_t count, float* keys,
-            float* values) {
-    const int64_t size = a.block_size, dim = a.dim, padded = (dim + 15) / 16 * 16;
+// Calls run(number of the first key in the tile, where its block's part of this head begins, the key's place in the
+// block, how many keys of the tile follow in it) for each block of a tile.
+template <typename Run>
+ALWAYS void each_block(const Attention& a, const int32_t* table, int64_t head, int64_t first, int64_t count, Run run) {
+    const int64_t size = a.block_size;
     for (int64_t key = first; key < first + count;) {
-        const int64_t block = table[key / size] * a.block_stride + head * size * dim, offset = key % size;
+        const int64_t block = table[key / size] * a.block_stride + head * size * a.dim, offset = key % size;
         const int64_t taken = size - offset < first + count - key ? size - offset : first + count - key;
+        run(key - first, block, offset, taken);
+        key += taken;
+    }
+}
+
+// Keys [dim, block] of a tile's blocks, as floats: [dim, TILE].
+template <typename T>
+void gather_keys(const Attention& a, const int32_t* table, int64_t head, int64_t first, int64_t count, float* keys) {
+    const int64_t size = a.block_size, dim = a.dim;
+    each_block(a, table, head, first, count, [&](int64_t key, int64_t block, int64_t offset, int64_t taken) {
         const T* from = static_cast<const T*>(a.keys) + block + offset;
-        float* to = keys + key - first;
+        float* to = keys + key;
         if (offset % LANES == 0 && size % LANES == 0) {
             // Keys of the block that are not there are read, too, and never count.
             for (int64_t d = 0; d < dim; ++d)
@@ -124,16 +134,24 @@ void gather(const Attention& a, const int32_t* table, int64_t head, int64_t firs
             for (int64_t d = 0; d < dim; ++d)
                 for (int64_t i = 0; i < taken; ++i) to[d * TILE + i] = wide(from[d * size + i]);
         }
+    });
+}
+
+// Values [block, dim] of a tile's blocks, as floats: [TILE, padded].
+template <typename T>
+void gather_values(const Attention& a, const int32_t* table, int64_t head, int64_t first, int64_t count,
+                   float* values) {
+    const int64_t dim = a.dim, padded = (dim + 15) / 16 * 16;
+    each_block(a, table, head, first, count, [&](int64_t key, int64_t block, int64_t offset, int64_t taken) {
         const T* row = static_cast<const T*>(a.values) + block + offset * dim;
         for (int64_t i = 0; i < taken; ++i, row += dim) {
-            float* line = values + (key - first + i) * padded;
+            float* line = values + (key + i) * padded;
             int64_t d = 0;
             for (; d + LANES <= dim; d += LANES) store(line + d, load_wide(row + d));
             for (; d < dim; ++d) line[d] = wide(row[d]);
             for (; d < padded; ++d) line[d] = 0;
         }
-        key += taken;
-    }
+    });
 }
 
 // The lines of memory of a tile's keys and values, asked for a few at a time while the tile before it is computed:
@@ -166,7 +184,7 @@ class Next {
     int64_t areas_ = 0, area_ = 0, each_ = 0, at_ = 0, offset_ = 0;
 };
 
-// Scores of ROWS queries for `count` vectors of keys, each from a block's place on; `next` is what is wanted soon.
+// Scores of ROWS queries for COUNT vectors of keys, each from a block's place on. `next`, unless null, is wanted soon.
 template <typename T, int ROWS, int COUNT>
 void score(const float* queries, int64_t dim, int64_t size, const T* const* keys, const char* const* next, float* to) {
     F sum[COUNT][ROWS];
@@ -175,7 +193,7 @@ void score(const float* queries, int64_t dim, int64_t size, const T* const* keys
     for (int64_t d = 0; d < dim; ++d) {
         _Pragma("GCC unroll 8") for (int v = 0; v < COUNT; ++v) {
             const F line = load_wide(keys[v] + d * size);
-            __builtin_prefetch(next[v] + d * LANES * sizeof(T));
+            if (next) __builtin_prefetch(next[v] + d * LANES * sizeof(T));
             _Pragma("GCC unroll 8") for (int row = 0; row < ROWS; ++row)
                 sum[v][row] += splat(queries[row * dim + d]) * line;
         }
@@ -190,14 +208,16 @@ struct Spot {
     Spot(int64_t key, int64_t size) : block((uint32_t)key / (uint32_t)size), offset((uint32_t)key % (uint32_t)size) {}
 };
 
-// Vectors of keys that few queries look at together.
-constexpr int KEYS_AT_ONCE = 4;
+// Vectors of keys whose scores fit the registers.
+constexpr int KEYS_AT_ONCE = VECTORS;
+// Rows up to which tiles are not gathered: by more rows a gathered one is used often enough.
+constexpr int64_t FEW = 18;
 
 // The scores of a tile's keys, and then what its values add to `result`: as `mix_columns` of gathered tiles does, by the
 // same chains of operations, but straight from the blocks. Worth it where a gathered tile would be used by few rows.
 template <typename T, int ROWS>
 void score_tile(const Attention& a, const int32_t* table, int64_t head, int64_t first, int64_t count,
-                const float* queries, float* scores) {
+                bool first_rows, const float* queries, float* scores) {
     const int64_t size = a.block_size, dim = a.dim;
     const T* keys[KEYS_AT_ONCE];
     const char* next[KEYS_AT_ONCE];
@@ -213,16 +233,17 @@ void score_tile(const Attention& a, const int32_t* table, int64_t head, int64_t 
         }
         float* to = scores + start;
         if (together == KEYS_AT_ONCE)
-            score<T, ROWS, KEYS_AT_ONCE>(queries, dim, size, keys, next, to);
+            score<T, ROWS, KEYS_AT_ONCE>(queries, dim, size, keys, first_rows ? next : nullptr, to);
         else
-            for (int v = 0; v < together; ++v) score<T, ROWS, 1>(queries, dim, size, keys + v, next + v, to + v * LANES);
+            for (int v = 0; v < together; ++v)
+                score<T, ROWS, 1>(queries, dim, size, keys + v, first_rows ? next + v : nullptr, to + v * LANES);
     }
 }
 
 // Meanwhile the memory has nothing to do: keys of the next tile, whose last key is before `last`, are asked for.
 template <typename T, int ROWS>
 void add_tile(const Attention& a, const int32_t* table, int64_t head, int64_t first, int64_t count, int64_t last,
-              const float* weights, float* result) {
+              bool first_rows, const float* weights, float* result) {
     const int64_t size = a.block_size, dim = a.dim;
     // As many lines of keys for each line of values as there are.
     const int64_t each = dim * (int64_t)sizeof(T) / LINE;
@@ -237,7 +258,7 @@ void add_tile(const Attention& a, const int32_t* table, int64_t head, int64_t fi
             const int64_t taken = size - at.offset < first + count - key ? size - at.offset : first + count - key;
             const T* line = static_cast<const T*>(a.values) + block + at.offset * dim + column;
             const float* weight = weights + key - first;
-            const bool ahead = column == 0 && TILE % size == 0 && key + TILE < last;
+            const bool ahead = first_rows && column == 0 && TILE % size == 0 && key + TILE < last;
             const int64_t block_ahead = ahead ? table[at.block + TILE / size] : 0;
             const char* soon = reinterpret_cast<const char*>(static_cast<const T*>(a.keys) +
                                                              block_ahead * a.block_stride + head * size * dim);
@@ -268,23 +289,34 @@ ALWAYS int64_t place_of(int64_t d) {
     return d - lane + lane % 2 * LANES + lane / 2;
 }
 
+// All rows of a tile, as many at once as there are registers for.
 template <typename T>
-struct Direct {
-    void (*score)(const Attention&, const int32_t*, int64_t, int64_t, int64_t, const float*, float*);
-    void (*add)(const Attention&, const int32_t*, int64_t, int64_t, int64_t, int64_t, const float*, float*);
-};
+void score_rows(const Attention& a, const int32_t* table, int64_t head, int64_t first, int64_t count, int64_t rows,
+                const float* queries, float* scores) {
+    for (int64_t row = 0; row < rows; row += ROWS_AT_ONCE) {
+        const int64_t left = rows - row;
+        const auto run = left == 1   ? score_tile<T, 1>
+                         : left == 2 ? score_tile<T, 2>
+                         : left == 3 ? score_tile<T, 3>
+                         : left == 4 ? score_tile<T, 4>
+                         : left == 5 ? score_tile<T, 5>
+                                     : score_tile<T, ROWS_AT_ONCE>;
+        run(a, table, head, first, count, row == 0, queries + row * a.dim, scores + row * TILE);
+    }
+}
 
-// For so many rows, or none.
 template <typename T>
-Direct<T> direct(const Attention& a, int64_t rows) {
-    // Rows of results are as long as those of gathered values, a multiple of 16.
-    if (a.block_size % LANES || a.dim % 16 || a.dim % (VECTORS * LANES)) return {};
-    switch (rows) {
-        case 1: return {score_tile<T, 1>, add_tile<T, 1>};
-        case 2: return {score_tile<T, 2>, add_tile<T, 2>};
-        case 3: return {score_tile<T, 3>, add_tile<T, 3>};
-        case 4: return {score_tile<T, 4>, add_tile<T, 4>};
-        default: return {};
+void add_rows(const Attention& a, const int32_t* table, int64_t head, int64_t first, int64_t count, int64_t last,
+              int64_t rows, const float* weights, float* result) {
+    for (int64_t row = 0; row < rows; row += ROWS_AT_ONCE) {
+        const int64_t left = rows - row;
+        const auto run = left == 1   ? add_tile<T, 1>
+                         : left == 2 ? add_tile<T, 2>
+                         : left == 3 ? add_tile<T, 3>
+                         : left == 4 ? add_tile<T, 4>
+                         : left == 5 ? add_tile<T, 5>
+                                     : add_tile<T, ROWS_AT_ONCE>;
+        run(a, table, head, first, count, last, row == 0, weights + row * TILE, result + row * a.dim);
     }
 }
 
@@ -296,15 +328,15 @@ void attend_as(const Attention& a, int64_t row, int64_t head, int64_t begin, int
     const int64_t position = length - (a.cu_q[row + 1] - begin), last = position + (end - begin);
     const int64_t lowest = a.window && position - a.window + 1 > 0 ? position - a.window + 1 : 0;
     const int32_t* table = a.table + row * a.table_stride;
-    float* keys = scratch;
-    float* values = keys + dim * TILE;
-    float* queries = values + TILE * padded;
+    float* tile = scratch;  // keys, then values: both would fill the nearest cache
+    float* queries = tile + TILE * padded;
     float* scores = queries + rows * dim;
     float* result = scores + rows * TILE;
     float* peak = result + rows * padded;
     float* total = peak + rows;
     const float scale = a.scale * 1.44269504f;  // weights are powers of two
-    const Direct<T> straight = direct<T>(a, rows);
+    // Rows of results are as long as those of gathered values, a multiple of 16.
+    const bool few = rows <= FEW && a.block_size % LANES == 0 && dim % 16 == 0 && dim % (VECTORS * LANES) == 0;
     for (int64_t r = 0; r < rows; ++r) {
         const float* from = a.q + (begin + r / group) * a.q_stride + (head * group + r % group) * dim;
         for (int64_t d = 0; d < dim; ++d) queries[r * dim + d] = from[d] * scale;
@@ -314,29 +346,31 @@ void attend_as(const Attention& a, int64_t row, int64_t head, int64_t begin, int
     }
     for (int64_t first = lowest / TILE * TILE; first < last; first += TILE) {
         const int64_t count = last - first < TILE ? last - first : TILE;
-        if (straight.score) {
-            straight.score(a, table, head, first, count, queries, scores);
+        if (few) {
+            score_rows<T>(a, table, head, first, count, rows, queries, scores);
         } else {
-            gather<T>(a, table, head, first, count, keys, values);
-            mix_columns<false>(queries, dim, rows, dim, keys, TILE, scores, TILE);
+            gather_keys<T>(a, table, head, first, count, tile);
+            mix_columns<false>(queries, dim, rows, dim, tile, TILE, scores, TILE);
         }
         const int64_t following = first + TILE;
         Next<T> next(a, table, head, following, last - following < TILE ? last - following : TILE,
-                     straight.score ? 0 : rows);
+                     few ? 0 : rows);
         for (int64_t r = 0; r < rows; ++r) {
             next.some();
             const int64_t at = position + r / group, to = at + 1 - first;
             const int64_t from = a.window ? at - a.window + 1 - first : 0;
             weigh(scores + r * TILE, from, to, peak + r, total + r, result + r * padded, padded);
         }
-        if (straight.add)
-            straight.add(a, table, head, first, count, last, scores, result);
-        else
-            mix_columns<true>(scores, TILE, rows, count, values, padded, result, padded);
+        if (few) {
+            add_rows<T>(a, table, head, first, count, last, rows, scores, result);
+        } else {
+            gather_values<T>(a, table, head, first, count, tile);
+            mix_columns<true>(scores, TILE, rows, count, tile, padded, result, padded);
+        }
     }
     for (int64_t r = 0; r < rows; ++r) {
         float* to = a.out + (begin + r / group) * a.out_stride + (head * group + r % group) * dim;
-        for (int64_t d = 0; d < dim; ++d) to[d] = result[r * padded + (straight.add ? place_of<T>(d) : d)] / total[r];
+        for (int64_t d = 0; d < dim; ++d) to[d] = result[r * padded + (few ? place_of<T>(d) : d)] / total[r];
     }
 }
 

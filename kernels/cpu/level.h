@@ -73,7 +73,7 @@ using Attend = void (*)(const Attention& a, int64_t row, int64_t head, int64_t b
 
 inline int64_t attend_scratch(const Attention& a, int64_t queries) {
     const int64_t padded = (a.dim + 15) / 16 * 16, rows = queries * (a.heads / a.kv_heads);
-    return TILE * (a.dim + padded) + rows * (a.dim + TILE + padded + 2);
+    return TILE * padded + rows * (a.dim + TILE + padded + 2);
 }
 
 // New keys and values of a layer: rows of q, k and v heads side by side.
