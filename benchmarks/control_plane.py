@@ -18,11 +18,9 @@ out and the report says so.
 from __future__ import annotations
 
 import gc
-import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 from array import array
 from collections import deque
@@ -31,6 +29,7 @@ from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
 
+from child import Child
 from evenflow.control.__main__ import settle_gc
 from evenflow.control.core.engine import Engine
 from evenflow.control.core.events import (
@@ -189,36 +188,15 @@ class Load:
         return sent
 
 
-class Peer:
+def scheduler_of_vllm(python: Path) -> Child:
     """vLLM's scheduler in its own process."""
-
-    def __init__(self, python: Path) -> None:
-        script = Path(__file__).parent / "peers" / "vllm_scheduler.py"
-        self._process = subprocess.Popen(
-            [str(python), str(script)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"},
-        )
-
-    def ask(self, **request: object) -> dict[str, list[int]]:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the peer's process ended with status {self._process.wait()}")
-        return json.loads(line)
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(30)
+    script = Path(__file__).parent / "peers" / "vllm_scheduler.py"
+    return Child(
+        "vllm", [str(python), str(script)], log=Path(os.devnull), environment={"VLLM_LOGGING_LEVEL": "ERROR"}
+    )
 
 
-def compare(load: Load, peer: Peer | None, rounds: int, steps: int, report: Report) -> float:
+def compare(load: Load, peer: Child | None, rounds: int, steps: int, report: Report) -> float:
     """One case: both sides are warmed up until sequences end as they arrive, then take turns. Our microseconds."""
     running, stages = load.running, load.stages
     warm = ANSWER + ANSWER // 2
@@ -289,7 +267,7 @@ def main() -> int:
     report = Report("control_plane")
     peer = None
     if options.peer_python.exists():
-        peer = Peer(options.peer_python)
+        peer = scheduler_of_vllm(options.peer_python)
     else:
         print(f"no peer: {options.peer_python} does not exist (make peers builds it)", file=sys.stderr)
     cases = options.running or ((32, 256) if options.quick else RUNNING)

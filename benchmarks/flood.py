@@ -16,8 +16,6 @@ Run: python benchmarks/flood.py [--quick] [--json]
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -26,6 +24,7 @@ from typing import Any
 
 import psutil
 import report
+from child import Child
 from evenflow.control.client import AsyncClient
 from evenflow.control.status import figure
 from report import Report, Row
@@ -40,33 +39,11 @@ GOAL_TOKENS, GOAL_SHARE, GOAL_LATE = 20_000.0, 0.35, 0.01
 GOAL_LAG_MS = 12.5
 
 
-class Crowd:
-    """The clients' process."""
-
-    def __init__(self, endpoint: str) -> None:
-        script = Path(__file__).parent / "crowd.py"
-        numbers = map(str, (CLIENTS, PROMPT, ANSWER, VOCABULARY))
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", str(script), endpoint, *numbers],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def ask(self) -> dict[str, Any]:
-        """The counters so far."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the clients' process ended with status {self._process.wait()}")
-        return json.loads(line)
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(30)
+def crowd_at(endpoint: str) -> Child:
+    """The clients' process, which answers with its counters so far."""
+    script = Path(__file__).parent / "crowd.py"
+    numbers = map(str, (CLIENTS, PROMPT, ANSWER, VOCABULARY))
+    return Child("the clients' process", [sys.executable, "-P", str(script), endpoint, *numbers])
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +75,7 @@ def control_of(server: Served) -> int:
 async def _drive(server: Served, seconds: float) -> tuple[Moment, Moment]:
     """The beginning and the end of ``seconds`` of steady load."""
     pid = control_of(server)
-    crowd = Crowd(server.endpoint)
+    crowd = crowd_at(server.endpoint)
     try:
         async with AsyncClient(server.endpoint) as client:
             await client.wait_connected(30)

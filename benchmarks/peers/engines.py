@@ -1,25 +1,18 @@
-"""The engines that are compared offline, and a child process of one of them that answers in ``talk``'s lines."""
+"""The engines that are compared offline, and processes of them that answer in ``talk``'s lines."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import select
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import weights
+from child import Child
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 OUT = ROOT / "benchmarks/out/peers"
 OURS = "evenflow"
-#: Seconds that an answer may take; the first of some engines compiles.
-PATIENCE = 900.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,55 +51,14 @@ def engines(dtype: str, threads: int) -> list[Engine]:
     return found
 
 
-class Child:
-    """A running engine. What it prints lies in ``OUT``."""
-
-    def __init__(self, engine: Engine, threads: int) -> None:
-        self.engine = engine
-        log = OUT / f"{engine.name}-{engine.dtype}.log"
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        with log.open("w") as stderr:
-            self._process = subprocess.Popen(
-                [str(engine.python), str(HERE / engine.program), *engine.arguments],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                env=environment,
-                cwd=OUT,
-                start_new_session=True,
-            )
-        self._log = log
-        self._unread = b""
-        self._answer()
-
-    def ask(self, **asked: Any) -> list[float]:
-        """The seconds that were measured. Raises ``RuntimeError`` with what the engine says."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(asked).encode() + b"\n")
-        self._process.stdin.flush()
-        return self._answer()["seconds"]
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        while b"\n" not in self._unread:
-            ready, _, _ = select.select([self._process.stdout], [], [], PATIENCE)
-            part = os.read(self._process.stdout.fileno(), 1 << 16) if ready else b""
-            if not part:
-                last = self._log.read_text(errors="replace").splitlines()[-5:]
-                raise RuntimeError(f"{self.engine.name} gave no answer:\n" + "\n".join(last))
-            self._unread += part
-        line, self._unread = self._unread.split(b"\n", 1)
-        answer = json.loads(line)
-        if "error" in answer:
-            raise RuntimeError(f"{self.engine.name}: {answer['error']}")
-        return answer
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+def start(engine: Engine, threads: int) -> Child:
+    """A process of an engine that is ready to be asked. What it prints lies in ``OUT``."""
+    child = Child(
+        engine.name,
+        [str(engine.python), str(HERE / engine.program), *engine.arguments],
+        log=OUT / f"{engine.name}-{engine.dtype}.log",
+        environment={"OMP_NUM_THREADS": str(threads)},
+        directory=OUT,
+    )
+    child.answer()
+    return child

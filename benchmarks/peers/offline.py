@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
-from engines import OURS, Child, Engine
+from child import Child
+from engines import OURS, Engine, start
 from report import Report, Row
 
 #: Decode iterations of one repetition; each repetition counts with their median.
@@ -50,9 +51,9 @@ GOALS = {
 def measure(child: Child, work: Work, seed: int) -> float:
     """Tokens a second of one repetition."""
     if not work.batch:
-        (seconds,) = child.ask(work="prefill", tokens=work.tokens, seed=seed)
+        (seconds,) = child.ask(work="prefill", tokens=work.tokens, seed=seed)["seconds"]
         return work.tokens / seconds
-    seconds = child.ask(work="decode", batch=work.batch, context=work.tokens, steps=STEPS, seed=seed)
+    seconds = child.ask(work="decode", batch=work.batch, context=work.tokens, steps=STEPS, seed=seed)["seconds"]
     return work.batch / statistics.median(seconds)
 
 
@@ -65,12 +66,13 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 def compare(found: list[Engine], works: Sequence[Work], repetitions: int, threads: int, results: Report) -> None:
     """Add the rows of engines of one precision. All are loaded at once, and one works at a time."""
+    dtype = found[0].dtype
     rates: dict[tuple[str, str], list[float]] = {}
     with ExitStack() as stack:
         children: list[Child] = []
         for engine in found:
             print(f"starting {engine.name} {engine.dtype}", file=sys.stderr)
-            children.append(stack.enter_context(closing(Child(engine, threads))))
+            children.append(stack.enter_context(closing(start(engine, threads))))
         for repetition in range(repetitions):
             for work in works:
                 if repetition % work.part:
@@ -79,9 +81,8 @@ def compare(found: list[Engine], works: Sequence[Work], repetitions: int, thread
                     # Whoever comes first would otherwise always come first.
                     child = children[(place + repetition) % len(children)]
                     rate = measure(child, work, 1 + repetition)
-                    rates.setdefault((work.name, child.engine.name), []).append(rate)
-                    print(f"{work.name} {child.engine.name} {child.engine.dtype}: {rate:.1f} tok/s", file=sys.stderr)
-    dtype = found[0].dtype
+                    rates.setdefault((work.name, child.name), []).append(rate)
+                    print(f"{work.name} {child.name} {dtype}: {rate:.1f} tok/s", file=sys.stderr)
     for work in works:
         names = [engine.name for engine in found]
         middle = {name: statistics.median(rates[work.name, name]) for name in names}
