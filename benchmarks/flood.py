@@ -22,13 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import report
 from child import Child
 from evenflow.control.client import AsyncClient
 from evenflow.control.status import figure
 from report import Report, Row
-from serving import Served, served
+from serving import Served, control_of, served, threads_of
 
 CLIENTS = 512
 PROMPT, ANSWER = 512, 256
@@ -54,22 +53,6 @@ class Moment:
     threads: dict[int, float]  #: seconds of CPU by thread of the control process
     values: dict[str, float]  #: the control process's own
     crowd: dict[str, Any]
-
-
-def threads_of(pid: int) -> dict[int, float]:
-    """Seconds of CPU of each thread of a process, to the nanosecond."""
-    times: dict[int, float] = {}
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        times[int(task.name)] = int((task / "schedstat").read_text().split()[0]) / 1e9
-    return times
-
-
-def control_of(server: Served) -> int:
-    """The control process of a server."""
-    for process in psutil.Process(server.pid).children(recursive=True):
-        if " ".join(process.cmdline()).startswith("evenflow control"):
-            return process.pid
-    raise RuntimeError("the server has no control process")
 
 
 async def _drive(server: Served, seconds: float) -> tuple[Moment, Moment]:

@@ -2,6 +2,8 @@
 
 ``journal_share``: by how much more of the processor's time a step takes on average (goal 5 %), handing over included.
 The two take turns in a process, the collector of what is handed over is another process, which only reads it.
+``served_share``: likewise of the control process of a real server with its sockets, all of its threads, for an
+iteration (``control_us``) of scripted workers; the two are served in turns.
 ``writer_us``: what the process that writes a journal without ids takes for a step, beside the control process;
 ``file_bytes`` of it.
 
@@ -10,23 +12,30 @@ Run: python benchmarks/journal.py [--quick] [--json]
 
 from __future__ import annotations
 
+import asyncio
+import random
 import statistics
 import sys
 import tempfile
 from pathlib import Path
 from time import perf_counter, thread_time_ns
 
-from control_plane import ANSWER, Load
+from control_plane import ANSWER, PROMPT, Load
 from evenflow.control.__main__ import settle_gc
+from evenflow.control.client import AsyncClient
 from evenflow.control.core.events import ReplicaUp
 from evenflow.control.journal.link import JournalLink
 from evenflow.control.journal.recorder import Recorder, decode_items
 from evenflow.control.journal.replay import Journal, replay
 from evenflow.control.journal.writer import Writer
+from evenflow.control.status import figure
 from report import Report, Row, arguments
+from serving import Served, control_of, served, threads_of
 
 RUNNING = (32, 256, 1024, 4096)
 GOAL = 0.05
+#: Of the server: milliseconds of an iteration, and its requests.
+STEP_MS, SERVED = 20, 256
 #: Reads what is handed over, and drops it.
 DRAIN = """
 import sys
@@ -79,6 +88,55 @@ def cost(running: int, rounds: int, steps: int, report: Report) -> None:
     report.add(Row("step_us", case, statistics.median(times), "us"))
 
 
+async def _control_us(server: Served, seconds: float) -> float:
+    """Microseconds of the control process for an iteration, in steady load: each answer is followed by a request."""
+    control = control_of(server)
+
+    async def count() -> tuple[float, float]:
+        values = (await client.status()).values
+        return sum(threads_of(control).values()), values[figure("stage_iterations_total", replica=0, stage=0)]
+
+    async def user(number: int) -> None:
+        draw = random.Random(number)
+        length = draw.randrange(1, ANSWER)
+        while True:
+            prompt = [draw.randrange(1, vocabulary) for _ in range(PROMPT)]
+            async for _ in await client.submit(prompt, max_tokens=length):
+                pass
+            length = ANSWER
+
+    async with AsyncClient(server.endpoint) as client:
+        vocabulary = (await client.wait_connected(30)).vocab_size
+        users = [asyncio.create_task(user(number)) for number in range(SERVED)]
+        async with asyncio.timeout(60):
+            while (await client.status()).values["num_decoding"] < SERVED * 3 // 4:
+                await asyncio.sleep(0.2)
+        spent, iterations = await count()
+        await asyncio.sleep(seconds)
+        spent_then, iterations_then = await count()
+        for task in users:
+            task.cancel()
+        await asyncio.gather(*users, return_exceptions=True)
+    return (spent_then - spent) / (iterations_then - iterations) * 1e6
+
+
+def serving(rounds: int, seconds: float, report: Report) -> None:
+    """A server with a journal and one without, in turns."""
+    arguments = ["--step-ms", str(STEP_MS), "--max-num-seqs", str(SERVED), "--token-budget", str(3 * SERVED)]
+    arguments += ["--worker-arg=--blank", "--worker-arg=--num-blocks=40000"]
+    took: dict[bool, list[float]] = {False: [], True: []}
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(rounds):
+            for journal in (False, True) if number & 1 else (True, False):
+                more = ["--journal", f"{folder}/{number}"] if journal else []
+                with served("scripted", *arguments, *more) as server:
+                    took[journal].append(asyncio.run(_control_us(server, seconds)))
+    share = statistics.median(other / plain - 1 for plain, other in zip(took[False], took[True], strict=True))
+    case = {"running": SERVED, "step_ms": STEP_MS}
+    report.add(Row("served_share", case, share, "", "without", 1 + share, GOAL, share <= GOAL))
+    report.add(Row("control_us", case, statistics.median(took[True]), "us"))
+
+
 def writing(running: int, steps: int, report: Report) -> None:
     """What is done with it elsewhere, here, and whether it can be replayed."""
     taken: list[bytes] = []
@@ -110,6 +168,7 @@ def main() -> int:
     for running in RUNNING[:2] if options.quick else RUNNING:
         cost(running, *((15, 64) if options.quick else (41, 128)), report)
         writing(running, ANSWER + (ANSWER >> (1 if options.quick else 0)), report)
+    serving(*((1, 4.0) if options.quick else (7, 15.0)), report)
     report.show(options.json)
     return 0
 

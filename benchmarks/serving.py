@@ -1,4 +1,4 @@
-"""A server for the duration of a benchmark: ``evenflow serve`` as a user starts it."""
+"""A server for the duration of a benchmark, as a user starts it, and what its control process costs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +61,19 @@ def served(model: str, *arguments: str, patience: float = 120.0) -> Iterator[Ser
             process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
+
+
+def threads_of(pid: int) -> dict[int, float]:
+    """Seconds of CPU of each thread of a process, to the nanosecond."""
+    times: dict[int, float] = {}
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        times[int(task.name)] = int((task / "schedstat").read_text().split()[0]) / 1e9
+    return times
+
+
+def control_of(server: Served) -> int:
+    """The control process of a server."""
+    for process in psutil.Process(server.pid).children(recursive=True):
+        if " ".join(process.cmdline()).startswith("evenflow control"):
+            return process.pid
+    raise RuntimeError("the server has no control process")
