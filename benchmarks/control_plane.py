@@ -35,7 +35,7 @@ from evenflow.control.core.engine import Engine
 from evenflow.control.core.events import (
     Delivered,
     Due,
-    Effect,
+    Event,
     Limits,
     ReplicaUp,
     Returned,
@@ -142,36 +142,35 @@ class Load:
 
     def _work(self, arrivals: list[bytes], frame: bytes | None) -> list[tuple[SendPlan, list[bytes]]]:
         """What is timed, and what came of it: all else that it made is given back within the time."""
-        engine, fanout, telemetry, now = self.engine, self.fanout, self.telemetry, self.now
-        journal = self.journal
-        effects: list[Effect] = []
+        telemetry, now = self.telemetry, self.now
+        sent: list[tuple[SendPlan, list[bytes]]] = []
+        due: float | None = None
         for arrival in arrivals:
             submitted = Submitted(0, decode_from_client(arrival))  # pyright: ignore[reportArgumentType]
             if telemetry is not None:
                 telemetry.submitted(submitted, now)
-            effects += engine.step(submitted, now)
-            if journal is not None:
-                journal.took(submitted, now)
-        lane = 0
+            due = self._tell(submitted, now, 0, sent) or due
         if frame is not None:
             result = decode_from_worker(frame)
             assert type(result) is Result
-            lane = result.lane
-            returned = Returned(0, result)
-            effects += engine.step(returned, now)
-            if journal is not None:
-                journal.took(returned, now)
+            due = self._tell(Returned(0, result), now, result.lane, sent) or due
             if telemetry is not None:
                 for stage in range(self.stages):
                     record = telemetry.returned(0, stage, result, now)
                     if record is not None:
                         encode(record)
-        if not self.plans and not any(type(effect) is SendPlan for effect in effects):
+        if due is not None and not self.plans and not sent:
             # The core may want to wait until shortly before the device is ready.
-            due = [effect.at for effect in effects if type(effect) is Wake]
-            if due:
-                effects += engine.step(Due(), max(now, due[-1]))
-        sent: list[tuple[SendPlan, list[bytes]]] = []
+            self._tell(Due(), max(now, due), 0, sent)
+        return sent
+
+    def _tell(self, event: Event, at: float, lane: int, sent: list[tuple[SendPlan, list[bytes]]]) -> float | None:
+        """One step of the core, and all that is done with what comes of it; when it wants to be woken, if it does."""
+        engine, telemetry, journal = self.engine, self.telemetry, self.journal
+        due: float | None = None
+        effects = engine.step(event, at)
+        if journal is not None:
+            journal.took(event, at)
         for effect in effects:
             if type(effect) is SendPlan:
                 frames = [encode(register) for register in effect.registers]
@@ -180,12 +179,14 @@ class Load:
                 if journal is not None:
                     journal.planned(effect, frames)
                 if telemetry is not None:
-                    telemetry.planned(effect, engine.replicas[0], now, now)
+                    telemetry.planned(effect, engine.replicas[0], self.now, self.now)
             elif type(effect) is Delivered:
-                fanout.frames(effect)
+                self.fanout.frames(effect)
                 if telemetry is not None:
-                    telemetry.delivered(effect, lane, now)
-        return sent
+                    telemetry.delivered(effect, lane, self.now)
+            elif type(effect) is Wake:
+                due = effect.at
+        return due
 
 
 def scheduler_of_vllm(python: Path) -> Child:
