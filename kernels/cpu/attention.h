@@ -289,35 +289,17 @@ ALWAYS int64_t place_of(int64_t d) {
     return d - lane + lane % 2 * LANES + lane / 2;
 }
 
-// All rows of a tile, as many at once as there are registers for.
-template <typename T>
-void score_rows(const Attention& a, const int32_t* table, int64_t head, int64_t first, int64_t count, int64_t rows,
-                const float* queries, float* scores) {
-    for (int64_t row = 0; row < rows; row += ROWS_AT_ONCE) {
-        const int64_t left = rows - row;
-        const auto run = left == 1   ? score_tile<T, 1>
-                         : left == 2 ? score_tile<T, 2>
-                         : left == 3 ? score_tile<T, 3>
-                         : left == 4 ? score_tile<T, 4>
-                         : left == 5 ? score_tile<T, 5>
-                                     : score_tile<T, ROWS_AT_ONCE>;
-        run(a, table, head, first, count, row == 0, queries + row * a.dim, scores + row * TILE);
-    }
-}
-
-template <typename T>
-void add_rows(const Attention& a, const int32_t* table, int64_t head, int64_t first, int64_t count, int64_t last,
-              int64_t rows, const float* weights, float* result) {
-    for (int64_t row = 0; row < rows; row += ROWS_AT_ONCE) {
-        const int64_t left = rows - row;
-        const auto run = left == 1   ? add_tile<T, 1>
-                         : left == 2 ? add_tile<T, 2>
-                         : left == 3 ? add_tile<T, 3>
-                         : left == 4 ? add_tile<T, 4>
-                         : left == 5 ? add_tile<T, 5>
-                                     : add_tile<T, ROWS_AT_ONCE>;
-        run(a, table, head, first, count, last, row == 0, weights + row * TILE, result + row * a.dim);
-    }
+// Calls run.operator()<ROWS>(first row) for all rows, as many at once as there are registers for.
+template <typename Run>
+ALWAYS void in_groups(int64_t rows, Run run) {
+    for (int64_t row = 0; row < rows; row += ROWS_AT_ONCE) switch (rows - row) {
+            case 1: run.template operator()<1>(row); break;
+            case 2: run.template operator()<2>(row); break;
+            case 3: run.template operator()<3>(row); break;
+            case 4: run.template operator()<4>(row); break;
+            case 5: run.template operator()<5>(row); break;
+            default: run.template operator()<ROWS_AT_ONCE>(row);
+        }
 }
 
 template <typename T>
@@ -347,7 +329,9 @@ void attend_as(const Attention& a, int64_t row, int64_t head, int64_t begin, int
     for (int64_t first = lowest / TILE * TILE; first < last; first += TILE) {
         const int64_t count = last - first < TILE ? last - first : TILE;
         if (few) {
-            score_rows<T>(a, table, head, first, count, rows, queries, scores);
+            in_groups(rows, [&]<int ROWS>(int64_t r) {
+                score_tile<T, ROWS>(a, table, head, first, count, r == 0, queries + r * dim, scores + r * TILE);
+            });
         } else {
             gather_keys<T>(a, table, head, first, count, tile);
             mix_columns<false>(queries, dim, rows, dim, tile, TILE, scores, TILE);
@@ -362,7 +346,9 @@ void attend_as(const Attention& a, int64_t row, int64_t head, int64_t begin, int
             weigh(scores + r * TILE, from, to, peak + r, total + r, result + r * padded, padded);
         }
         if (few) {
-            add_rows<T>(a, table, head, first, count, last, rows, scores, result);
+            in_groups(rows, [&]<int ROWS>(int64_t r) {
+                add_tile<T, ROWS>(a, table, head, first, count, last, r == 0, scores + r * TILE, result + r * dim);
+            });
         } else {
             gather_values<T>(a, table, head, first, count, tile);
             mix_columns<true>(scores, TILE, rows, count, tile, padded, result, padded);

@@ -18,6 +18,7 @@ typedef uint32_t U __attribute__((vector_size(LANES * 4)));
 typedef int32_t I __attribute__((vector_size(LANES * 4)));
 typedef uint16_t H __attribute__((vector_size(LANES * 2)));
 typedef float FU __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+// Pairs of bfloat16, which may begin at any of them.
 typedef uint32_t UU __attribute__((vector_size(LANES * 4), aligned(2), may_alias));
 typedef uint16_t HU __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
 
