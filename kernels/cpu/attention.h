@@ -23,8 +23,6 @@ constexpr int VECTORS = 2;
 #endif
 // Stands for "no key seen yet": the difference of two infinities would be no number.
 constexpr float NOTHING = -1e30f;
-// Bytes of a line of memory.
-constexpr int64_t LINE = 64;
 
 // to[row, :] (+)= from[row, :count] · table[:count, :] for COLUMNS vectors; rows after `rows` are computed as the last
 // and not stored.

@@ -9,131 +9,204 @@ namespace {
 using evenflow::PANEL;
 using evenflow::Weights;
 
-// Vectors of a panel that are computed together, and rows of a tile: WIDE * TALL sums, WIDE weights and a value are
-// in registers.
+// Rows of the tallest tile, and registers.
 #if LANES == 16
-constexpr int WIDE = 3, TALL = 8;
+constexpr int TALL = 8, REGISTERS = 32;
 #elif defined(__aarch64__)
-constexpr int WIDE = 4, TALL = 6;
+constexpr int TALL = 6, REGISTERS = 32;
 #else
-constexpr int WIDE = 2, TALL = 6;
+constexpr int TALL = 6, REGISTERS = 16;
 #endif
+// Vectors of a panel.
+constexpr int ACROSS = PANEL / LANES;
+
+// Whether the sums of a tile are in registers, beside a value of each row or as many weights, whichever are fewer, one
+// of the others, and a mask.
+constexpr bool fits(int rows, int vectors) {
+    return rows * vectors + (rows < vectors ? rows : vectors) + 2 <= REGISTERS;
+}
+// Of a tile of so many rows: vectors of a panel that are computed together, and panels. The more of a panel's, the more
+// of what is read lies together; and there must be enough sums to hide the time that an addition takes.
+constexpr int width(int rows) {
+    int most = ACROSS;
+    while (ACROSS % most || !fits(rows, most)) --most;
+    return most;
+}
+constexpr int together(int rows) {
+    int most = rows == 1 ? 4 : rows <= TALL / 2 ? 2 : 1;
+    if (width(rows) < ACROSS) return 1;
+    while (!fits(rows, most * ACROSS)) most /= 2;
+    return most;
+}
 
 #define EACH_ROW _Pragma("GCC unroll 8") for (int row = 0; row < ROWS; ++row)
-#define EACH_VECTOR _Pragma("GCC unroll 16") for (int v = 0; v < PANELS * WIDE; ++v)
+#define EACH_VECTOR _Pragma("GCC unroll 16") for (int v = 0; v < VECTORS; ++v)
 
-// Adds `value * weight` for one k of all rows and vectors.
-template <int ROWS, int VECTORS>
-ALWAYS void add(F (&sum)[ROWS][VECTORS], const float* const (&x)[ROWS], int64_t k,
-                                              const F (&weight)[VECTORS]) {
-    EACH_ROW {
-        F value = splat(x[row][k]);
-        _Pragma("GCC unroll 16") for (int v = 0; v < VECTORS; ++v) sum[row][v] += value * weight[v];
+// The weights of one k: of bfloat16 the lower or the upper half of each pair.
+enum class Half { LOW, HIGH, NONE };
+template <Half HALF>
+ALWAYS F weight_at(const char* from) {
+    if constexpr (HALF == Half::NONE) return load(from);
+    return HALF == Half::LOW ? low_half(load_bits(from)) : high_half(load_bits(from));
+}
+
+// Adds value * weight for one k of all rows and vectors, of which WIDE lie together from `from` on; what there is fewer
+// of is kept meanwhile.
+template <Half HALF, int ROWS, int VECTORS, int WIDE>
+ALWAYS void add(F (&sum)[ROWS][VECTORS], const float* const (&x)[ROWS], int64_t k, const char* from,
+                int64_t panel_bytes) {
+    if constexpr (ROWS < VECTORS) {
+        F value[ROWS];
+        EACH_ROW value[row] = splat(x[row][k]);
+        EACH_VECTOR {
+            const char* at = from + v / WIDE * panel_bytes + v % WIDE * LANES * 4;
+            const F weight = weight_at<HALF>(at);
+            EACH_ROW add_product(sum[row][v], value[row], weight);
+        }
+    } else {
+        F weight[VECTORS];
+        EACH_VECTOR {
+            const char* at = from + v / WIDE * panel_bytes + v % WIDE * LANES * 4;
+            weight[v] = weight_at<HALF>(at);
+        }
+        EACH_ROW {
+            const F value = splat(x[row][k]);
+            EACH_VECTOR add_product(sum[row][v], value, weight[v]);
+        }
     }
 }
 
-// WIDE vectors of each of PANELS panels, `panel_bytes` apart, for up to ROWS rows: those after `rows` are computed as
-// the last and not stored. `columns`: how many exist from the first on.
+// Asks for as much of what is wanted soon as one step reads. A panel that is read in several parts is not: each would
+// wait for lines that the others have parts of. There it is the next panel, `ahead`, from one end to the other.
+template <int VECTORS, int WIDE>
+ALWAYS void ask(const char* from, int64_t panel_bytes, const char* ahead, int64_t step) {
+    EACH_VECTOR if (v * LANES % (LINE / 4) == 0) {
+        if (WIDE == ACROSS)
+            soon(from + v / WIDE * panel_bytes + v % WIDE * LANES * 4);
+        else
+            __builtin_prefetch(ahead + step * WIDE * LANES * 4 + v * LANES * 4, 0, 2);
+    }
+}
+
+// WIDE vectors of each of PANELS panels, `panel_bytes` apart, for ROWS rows. `columns`: how many exist from the first
+// on. `ahead`: see above.
 template <int ROWS, int PANELS, bool BF16>
-__attribute__((noinline)) void tile(const float* x, int64_t stride, int64_t rows, const char* data,
-                                    int64_t panel_bytes, int64_t in, const float* bias, int64_t columns, float* out,
-                                    int64_t out_stride) {
-    F sum[ROWS][PANELS * WIDE];
+__attribute__((noinline)) void tile(const float* x, int64_t stride, const char* data, int64_t panel_bytes, int64_t in,
+                                    const float* bias, int64_t columns, float* out, int64_t out_stride,
+                                    const char* ahead) {
+    constexpr int WIDE = width(ROWS), VECTORS = PANELS * WIDE;
+    F sum[ROWS][VECTORS];
     const float* at[ROWS];
     EACH_ROW {
-        at[row] = x + (row < rows ? row : rows - 1) * stride;
+        at[row] = x + row * stride;
         EACH_VECTOR sum[row][v] = F{};
     }
     if constexpr (BF16) {
-        U pair[PANELS * WIDE];
-        F weight[PANELS * WIDE];
         int64_t k = 0;
         for (; k + 1 < in; k += 2) {
-            EACH_VECTOR {
-                const char* from = data + v / WIDE * panel_bytes + (k * PANEL / 2 + v % WIDE * LANES) * 4;
-                pair[v] = load_bits(from);
-                soon(from);
-            }
-            EACH_VECTOR weight[v] = low_half(pair[v]);
-            add(sum, at, k, weight);
-            EACH_VECTOR weight[v] = high_half(pair[v]);
-            add(sum, at, k + 1, weight);
+            const char* from = data + k * PANEL * 2;
+            ask<VECTORS, WIDE>(from, panel_bytes, ahead, k / 2);
+            add<Half::LOW, ROWS, VECTORS, WIDE>(sum, at, k, from, panel_bytes);
+            // Read again rather than kept, for which there may be no registers.
+            asm("" : "+r"(from));
+            add<Half::HIGH, ROWS, VECTORS, WIDE>(sum, at, k + 1, from, panel_bytes);
         }
-        if (k < in) {
-            EACH_VECTOR weight[v] =
-                low_half(load_bits(data + v / WIDE * panel_bytes + (k * PANEL / 2 + v % WIDE * LANES) * 4));
-            add(sum, at, k, weight);
-        }
+        if (k < in) add<Half::LOW, ROWS, VECTORS, WIDE>(sum, at, k, data + k * PANEL * 2, panel_bytes);
     } else {
-        F weight[PANELS * WIDE];
         for (int64_t k = 0; k < in; ++k) {
-            EACH_VECTOR {
-                const char* from = data + v / WIDE * panel_bytes + (k * PANEL + v % WIDE * LANES) * 4;
-                weight[v] = load(from);
-                soon(from);
-            }
-            add(sum, at, k, weight);
+            const char* from = data + k * PANEL * 4;
+            ask<VECTORS, WIDE>(from, panel_bytes, ahead, k);
+            add<Half::NONE, ROWS, VECTORS, WIDE>(sum, at, k, from, panel_bytes);
         }
     }
     constexpr int64_t REACH = (PANELS - 1) * PANEL + WIDE * LANES;
     if (columns >= REACH) {
         if (bias)
             EACH_VECTOR {
-                F term = load(bias + v / WIDE * PANEL + v % WIDE * LANES);
+                const F term = load(bias + v / WIDE * PANEL + v % WIDE * LANES);
                 EACH_ROW sum[row][v] += term;
             }
-        EACH_ROW if (row < rows)
-            EACH_VECTOR store(out + row * out_stride + v / WIDE * PANEL + v % WIDE * LANES, sum[row][v]);
+        EACH_ROW EACH_VECTOR store(out + row * out_stride + v / WIDE * PANEL + v % WIDE * LANES, sum[row][v]);
         return;
     }
     // Some of the columns are not there.
-    EACH_ROW if (row < rows)
-        EACH_VECTOR {
-            const int64_t first = v / WIDE * PANEL + v % WIDE * LANES;
-            float lanes[LANES];
-            store(lanes, sum[row][v]);
-            for (int64_t lane = 0; lane < LANES && first + lane < columns; ++lane)
-                out[row * out_stride + first + lane] = bias ? lanes[lane] + bias[first + lane] : lanes[lane];
-        }
+    EACH_ROW EACH_VECTOR {
+        const int64_t first = v / WIDE * PANEL + v % WIDE * LANES;
+        float lanes[LANES];
+        store(lanes, sum[row][v]);
+        for (int64_t lane = 0; lane < LANES && first + lane < columns; ++lane)
+            out[row * out_stride + first + lane] = bias ? lanes[lane] + bias[first + lane] : lanes[lane];
+    }
 }
 
 #undef EACH_ROW
 #undef EACH_VECTOR
 
-template <bool BF16>
-void panels(const float* x, int64_t stride, int64_t rows, const char* data, int64_t panel_bytes, const Weights& w,
-            float* out, int64_t out_stride, int64_t panel, int64_t together) {
-    for (int64_t part = 0; part < PANEL; part += WIDE * LANES) {
-        const int64_t column = panel * PANEL + part, columns = w.out - column;
+// `count` tiles of ROWS rows, one below the other, for PANELS panels. `next`: the panel after these, or null.
+template <int ROWS, int PANELS, bool BF16>
+ALWAYS void tiles(int64_t count, const float* x, int64_t stride, const char* data, int64_t panel_bytes,
+                  const Weights& w, float* out, int64_t out_stride, int64_t column, const char* next) {
+    constexpr int WIDE = width(ROWS);
+    for (int part = 0; part < ACROSS; part += WIDE) {
+        const int64_t first = column + part * LANES, columns = w.out - first;
         if (columns <= 0) return;
-        const float* bias = w.bias ? w.bias + column : nullptr;
-        const char* from = data + part * 4;
-        // More sums than one panel gives hide the time that an addition takes.
-        if (together == 4)
-            tile<1, 4, BF16>(x, stride, rows, from, panel_bytes, w.in, bias, columns, out + column, out_stride);
-        else if (together == 2 && rows <= 2)
-            tile<2, 2, BF16>(x, stride, rows, from, panel_bytes, w.in, bias, columns, out + column, out_stride);
-        else if (together == 2)
-            tile<TALL / 2, 2, BF16>(x, stride, rows, from, panel_bytes, w.in, bias, columns, out + column, out_stride);
-        else
-            for (int64_t row = 0; row < rows; row += TALL)
-                tile<TALL, 1, BF16>(x + row * stride, stride, rows - row < TALL ? rows - row : TALL, from,
-                                    panel_bytes, w.in, bias, columns, out + row * out_stride + column, out_stride);
+        const float* bias = w.bias ? w.bias + first : nullptr;
+        const char* from = data + part * LANES * 4;
+        for (int64_t number = 0; number < count; ++number)
+            tile<ROWS, PANELS, BF16>(x + number * ROWS * stride, stride, from, panel_bytes, w.in, bias, columns,
+                                     out + number * ROWS * out_stride + first, out_stride,
+                                     next && !number ? next + panel_bytes / ACROSS * part : from);
     }
+}
+
+// Panels first … last - 1 for `count` tiles of ROWS rows.
+template <int ROWS, bool BF16>
+void panels(int64_t count, const float* x, int64_t stride, const Weights& w, float* out, int64_t out_stride,
+            int64_t first, int64_t last) {
+    constexpr int MOST = together(ROWS);
+    const int64_t panel_bytes = (BF16 ? (w.in + 1) / 2 : w.in) * PANEL * 4;
+    for (int64_t panel = first; panel < last;) {
+        const char* data = static_cast<const char*>(w.data) + panel * panel_bytes;
+        const char* next = panel + 1 < last ? data + panel_bytes : nullptr;
+        if (MOST == 1 || panel + MOST > last) {
+            tiles<ROWS, 1, BF16>(count, x, stride, data, panel_bytes, w, out, out_stride, panel * PANEL, next);
+            ++panel;
+        } else {
+            tiles<ROWS, MOST, BF16>(count, x, stride, data, panel_bytes, w, out, out_stride, panel * PANEL, next);
+            panel += MOST;
+        }
+    }
+}
+
+template <bool BF16>
+void rows_of(int64_t height, int64_t count, const float* x, int64_t stride, const Weights& w, float* out,
+             int64_t out_stride, int64_t first, int64_t last) {
+    if (!count) return;
+#define OF(ROWS) \
+    case ROWS: return panels<ROWS, BF16>(count, x, stride, w, out, out_stride, first, last);
+    switch (height) {
+        OF(1) OF(2) OF(3) OF(4) OF(5) OF(6)
+#if LANES == 16
+        OF(7) OF(8)
+#endif
+    }
+#undef OF
+}
+
+// Rows in as few tiles as there can be, as high as each other or a row less.
+template <bool BF16>
+void matmul_as(const float* x, int64_t stride, int64_t rows, const Weights& w, float* out, int64_t out_stride,
+               int64_t first, int64_t last) {
+    const int64_t count = (rows + TALL - 1) / TALL, height = rows / count, higher = rows % count;
+    const int64_t begun = higher * (height + 1);
+    rows_of<BF16>(height + 1, higher, x, stride, w, out, out_stride, first, last);
+    rows_of<BF16>(height, count - higher, x + begun * stride, stride, w, out + begun * out_stride, out_stride, first,
+                  last);
 }
 
 void matmul(const float* x, int64_t stride, int64_t rows, const Weights& w, float* out, int64_t out_stride,
             int64_t first, int64_t last) {
-    const int64_t panel_bytes = (w.bf16 ? (w.in + 1) / 2 : w.in) * PANEL * 4;
-    const int64_t most = rows == 1 ? 4 : rows <= TALL / 2 ? 2 : 1;
-    for (int64_t panel = first; panel < last;) {
-        const char* data = static_cast<const char*>(w.data) + panel * panel_bytes;
-        // The last few panels of one row: two, or one, at a time.
-        const int64_t together = panel + most <= last ? most : most > 1 && panel + 2 <= last ? 2 : 1;
-        const auto run = w.bf16 ? panels<true> : panels<false>;
-        run(x, stride, rows, data, panel_bytes, w, out, out_stride, panel, together);
-        panel += together;
-    }
+    (w.bf16 ? matmul_as<true> : matmul_as<false>)(x, stride, rows, w, out, out_stride, first, last);
 }
 
 }  // namespace
