@@ -1,12 +1,10 @@
 // x · packed weights. Every element is one chain of additions over k, so its bits depend on nothing else.
 #pragma once
 
-#include "level.h"
-#include "vectors.h"
+#include "panels.h"
 
 namespace {
 
-using evenflow::PANEL;
 using evenflow::Weights;
 
 // Rows of the tallest tile, and registers.
@@ -17,9 +15,6 @@ constexpr int TALL = 6, REGISTERS = 32;
 #else
 constexpr int TALL = 6, REGISTERS = 16;
 #endif
-// Vectors of a panel.
-constexpr int ACROSS = PANEL / LANES;
-
 // Whether the sums of a tile are in registers, beside a value of each row or as many weights, whichever are fewer, one
 // of the others, and a mask.
 constexpr bool fits(int rows, int vectors) {
@@ -76,25 +71,14 @@ ALWAYS void add(F (&sum)[ROWS][VECTORS], const float* const (&x)[ROWS], int64_t 
     }
 }
 
-// Asks for as much of what is wanted soon as one step reads. A panel that is read in several parts is not: each would
-// wait for lines that the others have parts of. There it is the next panel, `ahead`, from one end to the other.
-template <int VECTORS, int WIDE>
-ALWAYS void ask(const char* from, int64_t panel_bytes, const char* ahead, int64_t step) {
-    EACH_VECTOR if (v * LANES % (LINE / 4) == 0) {
-        if (WIDE == ACROSS)
-            soon(from + v / WIDE * panel_bytes + v % WIDE * LANES * 4);
-        else
-            __builtin_prefetch(ahead + step * WIDE * LANES * 4 + v * LANES * 4, 0, 2);
-    }
-}
-
 // WIDE vectors of each of PANELS panels, `panel_bytes` apart, for ROWS rows. `columns`: how many exist from the first
-// on. `ahead`: see above.
+// on. `next` and `cold`: as for `Ahead`.
 template <int ROWS, int PANELS, bool BF16>
 __attribute__((noinline)) void tile(const float* x, int64_t stride, const char* data, int64_t panel_bytes, int64_t in,
                                     const float* bias, int64_t columns, float* out, int64_t out_stride,
-                                    const char* ahead) {
+                                    const char* next, bool cold) {
     constexpr int WIDE = width(ROWS), VECTORS = PANELS * WIDE;
+    Ahead<VECTORS, WIDE> ahead(next, cold, data);
     F sum[ROWS][VECTORS];
     const float* at[ROWS];
     EACH_ROW {
@@ -105,7 +89,7 @@ __attribute__((noinline)) void tile(const float* x, int64_t stride, const char* 
         int64_t k = 0;
         for (; k + 1 < in; k += 2) {
             const char* from = data + k * PANEL * 2;
-            ask<VECTORS, WIDE>(from, panel_bytes, ahead, k / 2);
+            ahead.step(from, panel_bytes);
             add<Half::LOW, ROWS, VECTORS, WIDE>(sum, at, k, from, panel_bytes);
             // Read again rather than kept, for which there may be no registers.
             asm("" : "+r"(from));
@@ -115,7 +99,7 @@ __attribute__((noinline)) void tile(const float* x, int64_t stride, const char* 
     } else {
         for (int64_t k = 0; k < in; ++k) {
             const char* from = data + k * PANEL * 4;
-            ask<VECTORS, WIDE>(from, panel_bytes, ahead, k);
+            ahead.step(from, panel_bytes);
             add<Half::NONE, ROWS, VECTORS, WIDE>(sum, at, k, from, panel_bytes);
         }
     }
@@ -142,10 +126,12 @@ __attribute__((noinline)) void tile(const float* x, int64_t stride, const char* 
 #undef EACH_ROW
 #undef EACH_VECTOR
 
-// `count` tiles of ROWS rows, one below the other, for PANELS panels. `next`: the panel after these, or null.
+// `count` tiles of ROWS rows, one below the other, for PANELS panels. `next`: the panel after these, or null. `cold`:
+// nothing came before.
 template <int ROWS, int PANELS, bool BF16>
 ALWAYS void tiles(int64_t count, const float* x, int64_t stride, const char* data, int64_t panel_bytes,
-                  const Weights& w, float* out, int64_t out_stride, int64_t column, const char* next) {
+                  const Weights& w, float* out, int64_t out_stride, int64_t column, const char* next,
+                  bool cold) {
     constexpr int WIDE = width(ROWS);
     for (int part = 0; part < ACROSS; part += WIDE) {
         const int64_t first = column + part * LANES, columns = w.out - first;
@@ -155,7 +141,7 @@ ALWAYS void tiles(int64_t count, const float* x, int64_t stride, const char* dat
         for (int64_t number = 0; number < count; ++number)
             tile<ROWS, PANELS, BF16>(x + number * ROWS * stride, stride, from, panel_bytes, w.in, bias, columns,
                                      out + number * ROWS * out_stride + first, out_stride,
-                                     next && !number ? next + panel_bytes / ACROSS * part : from);
+                                     next && !number ? next + panel_bytes / ACROSS * part : nullptr, cold && !number);
     }
 }
 
@@ -169,10 +155,10 @@ void panels(int64_t count, const float* x, int64_t stride, const Weights& w, flo
         const char* data = static_cast<const char*>(w.data) + panel * panel_bytes;
         const char* next = panel + 1 < last ? data + panel_bytes : nullptr;
         if (MOST == 1 || panel + MOST > last) {
-            tiles<ROWS, 1, BF16>(count, x, stride, data, panel_bytes, w, out, out_stride, panel * PANEL, next);
+            tiles<ROWS, 1, BF16>(count, x, stride, data, panel_bytes, w, out, out_stride, panel * PANEL, next, panel == first);
             ++panel;
         } else {
-            tiles<ROWS, MOST, BF16>(count, x, stride, data, panel_bytes, w, out, out_stride, panel * PANEL, next);
+            tiles<ROWS, MOST, BF16>(count, x, stride, data, panel_bytes, w, out, out_stride, panel * PANEL, next, panel == first);
             panel += MOST;
         }
     }
@@ -181,7 +167,6 @@ void panels(int64_t count, const float* x, int64_t stride, const Weights& w, flo
 template <bool BF16>
 void rows_of(int64_t height, int64_t count, const float* x, int64_t stride, const Weights& w, float* out,
              int64_t out_stride, int64_t first, int64_t last) {
-    if (!count) return;
 #define OF(ROWS) \
     case ROWS: return panels<ROWS, BF16>(count, x, stride, w, out, out_stride, first, last);
     switch (height) {
@@ -193,15 +178,12 @@ void rows_of(int64_t height, int64_t count, const float* x, int64_t stride, cons
 #undef OF
 }
 
-// Rows in as few tiles as there can be, as high as each other or a row less.
 template <bool BF16>
 void matmul_as(const float* x, int64_t stride, int64_t rows, const Weights& w, float* out, int64_t out_stride,
                int64_t first, int64_t last) {
-    const int64_t count = (rows + TALL - 1) / TALL, height = rows / count, higher = rows % count;
-    const int64_t begun = higher * (height + 1);
-    rows_of<BF16>(height + 1, higher, x, stride, w, out, out_stride, first, last);
-    rows_of<BF16>(height, count - higher, x + begun * stride, stride, w, out + begun * out_stride, out_stride, first,
-                  last);
+    each_height(rows, TALL, [&](int64_t from, int64_t height, int64_t count) {
+        rows_of<BF16>(height, count, x + from * stride, stride, w, out + from * out_stride, out_stride, first, last);
+    });
 }
 
 void matmul(const float* x, int64_t stride, int64_t rows, const Weights& w, float* out, int64_t out_stride,

@@ -5,8 +5,7 @@
 // Scaling rounds after each operation, never once for two: levels and the operations of torch agree to the bit.
 #pragma once
 
-#include "level.h"
-#include "vectors.h"
+#include "panels.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -18,7 +17,6 @@ namespace {
 
 using evenflow::GROUP4;
 using evenflow::GROUP8;
-using evenflow::PANEL;
 using evenflow::Quantised;
 using evenflow::Whole;
 
@@ -99,7 +97,6 @@ struct Wide {
         return {one, one};
     }
     static ALWAYS Weight read(const uint8_t* at) {
-        soon(at);
         return {__builtin_convertvector(*reinterpret_cast<const HalfBU*>(at), S),
                 __builtin_convertvector(*reinterpret_cast<const HalfBU*>(at + LANES * 2), S)};
     }
@@ -118,6 +115,9 @@ struct Wide {
         sum.high += pairs(weight.high, x);
     }
     static ALWAYS I total(Sum sum) {
+#if LANES == 8
+        return (I)_mm256_permute4x64_epi64(_mm256_hadd_epi32((__m256i)sum.low, (__m256i)sum.high), 0b11011000);
+#endif
         HalfI halves[2] = {neighbours(sum.low), neighbours(sum.high)};
         I whole;
         __builtin_memcpy(&whole, halves, sizeof whole);
@@ -159,7 +159,6 @@ struct Narrow {
     typedef B Weight;
     static ALWAYS I start(int32_t first) { return first - I{}; }
     static ALWAYS B read(const uint8_t* at) {
-        soon(at);
         return *reinterpret_cast<const BU*>(at);
     }
     static ALWAYS B of(B bytes) { return bytes; }
@@ -171,23 +170,31 @@ struct Narrow {
 };
 #endif
 
-// Sums of a tile are in registers: rows and vectors for each width of weights.
+// Sums of a tile are in registers: most rows for each width of weights, and vectors of a panel by rows.
 #if defined(LEVEL_VNNI)
 typedef Narrow Sums8;
 typedef Narrow Sums4;
-constexpr int TALL8 = 8, WIDE8 = 3, TALL4 = 4, WIDE4 = 3;
+constexpr int TALL8 = 8, TALL4 = 4;
+constexpr int width8(int) { return ACROSS; }
+constexpr int width4(int) { return ACROSS; }
 #elif LANES == 16
 typedef Wide Sums8;
 typedef Short Sums4;
-constexpr int TALL8 = 3, WIDE8 = 3, TALL4 = 4, WIDE4 = 3;
+constexpr int TALL8 = 3, TALL4 = 4;
+constexpr int width8(int) { return ACROSS; }
+constexpr int width4(int) { return ACROSS; }
 #elif LANES == 8
 typedef Wide Sums8;
 typedef Short Sums4;
-constexpr int TALL8 = 3, WIDE8 = 2, TALL4 = 3, WIDE4 = 2;
+constexpr int TALL8 = 6, TALL4 = 3;
+constexpr int width8(int rows) { return rows == 1 ? ACROSS : rows == 2 ? ACROSS / 2 : 1; }
+constexpr int width4(int rows) { return rows == 1 ? ACROSS : 2; }
 #else
 typedef Wide Sums8;
 typedef Wide Sums4;
-constexpr int TALL8 = 3, WIDE8 = 2, TALL4 = 2, WIDE4 = 2;
+constexpr int TALL8 = 3, TALL4 = 2;
+constexpr int width8(int) { return 2; }
+constexpr int width4(int) { return 2; }
 #endif
 
 #define EACH_ROW _Pragma("GCC unroll 8") for (int row = 0; row < ROWS; ++row)
@@ -195,60 +202,68 @@ constexpr int TALL8 = 3, WIDE8 = 2, TALL4 = 2, WIDE4 = 2;
 
 // Adds the bias to a tile's results, and stores those that exist.
 template <int ROWS, int VECTORS>
-ALWAYS void finish(F (&result)[ROWS][VECTORS], int64_t rows, int64_t columns, const float* bias, float* out,
-                   int64_t out_stride) {
-    EACH_ROW if (row < rows)
-        EACH_VECTOR {
-            float* to = out + row * out_stride + v * LANES;
-            if (columns >= (v + 1) * LANES) {
-                store(to, bias ? rounded(result[row][v]) + load(bias + v * LANES) : result[row][v]);
-                continue;
-            }
-            float lanes[LANES];
-            store(lanes, rounded(result[row][v]));
-            for (int64_t lane = 0; lane < LANES && v * LANES + lane < columns; ++lane)
-                to[lane] = bias ? lanes[lane] + bias[v * LANES + lane] : lanes[lane];
+ALWAYS void finish(F (&result)[ROWS][VECTORS], int64_t columns, const float* bias, float* out, int64_t out_stride) {
+    EACH_ROW EACH_VECTOR {
+        float* to = out + row * out_stride + v * LANES;
+        if (columns >= (v + 1) * LANES) {
+            store(to, bias ? rounded(result[row][v]) + load(bias + v * LANES) : result[row][v]);
+            continue;
         }
+        float lanes[LANES];
+        store(lanes, rounded(result[row][v]));
+        for (int64_t lane = 0; lane < LANES && v * LANES + lane < columns; ++lane)
+            to[lane] = bias ? lanes[lane] + bias[v * LANES + lane] : lanes[lane];
+    }
 }
 
 // In 8 bits, a group of a panel: PANEL scales in float32, then the weights, four of each column in 32 bits.
 constexpr int64_t GROUP8_BYTES = PANEL * (4 + GROUP8);
 
-// WIDE8 vectors of a panel for up to ROWS rows: those after `rows` are computed as the last and not stored.
+// Vectors of a panel for ROWS rows. `part`: the first of the panel's columns. `next` and `cold`: as for `Ahead`.
 template <int ROWS>
-__attribute__((noinline)) void tile8(const Quantised& x, int64_t first, int64_t rows, const uint8_t* data, int64_t part,
-                                     int64_t columns, const float* bias, float* out, int64_t out_stride) {
-    constexpr int VECTORS = WIDE8;
+__attribute__((noinline)) void tile8(const Quantised& x, int64_t first, const uint8_t* data, int64_t part,
+                                     int64_t columns, const float* bias, float* out, int64_t out_stride,
+                                     const char* next, bool cold) {
+    constexpr int VECTORS = width8(ROWS);
+    Ahead<VECTORS, VECTORS> ahead(next, cold, data);
     const Sums8::Value* at[ROWS];
-    int64_t real[ROWS];
     F result[ROWS][VECTORS];
     EACH_ROW {
-        real[row] = first + (row < rows ? row : rows - 1);
-        at[row] = static_cast<const Sums8::Value*>(x.values) + real[row] * x.stride;
+        at[row] = static_cast<const Sums8::Value*>(x.values) + (first + row) * x.stride;
         EACH_VECTOR result[row][v] = F{};
     }
     for (int64_t group = 0; group < x.groups; ++group, data += GROUP8_BYTES) {
         Sums8::Sum sum[ROWS][VECTORS];
-        EACH_ROW EACH_VECTOR sum[row][v] = Sums8::start(-128 * x.sums[real[row] * x.groups + group]);
+        EACH_ROW EACH_VECTOR sum[row][v] = Sums8::start(-128 * x.sums[(first + row) * x.groups + group]);
         const uint8_t* from = data + 4 * PANEL + part * 4;
         for (int64_t k = group * GROUP8; k < (group + 1) * GROUP8; k += 4, from += PANEL * 4) {
-            Sums8::Weight weight[VECTORS];
-            EACH_VECTOR weight[v] = Sums8::read(from + v * LANES * 4);
-            EACH_ROW {
-                const auto value = Sums8::value(at[row] + k);
-                EACH_VECTOR Sums8::add(sum[row][v], weight[v], value);
+            ahead.step(from);
+            if constexpr (ROWS < VECTORS) {
+                decltype(Sums8::value(at[0])) value[ROWS];
+                EACH_ROW value[row] = Sums8::value(at[row] + k);
+                EACH_VECTOR {
+                    const Sums8::Weight weight = Sums8::read(from + v * LANES * 4);
+                    EACH_ROW Sums8::add(sum[row][v], weight, value[row]);
+                }
+            } else {
+                Sums8::Weight weight[VECTORS];
+                EACH_VECTOR weight[v] = Sums8::read(from + v * LANES * 4);
+                EACH_ROW {
+                    const auto value = Sums8::value(at[row] + k);
+                    EACH_VECTOR Sums8::add(sum[row][v], weight[v], value);
+                }
             }
         }
         EACH_VECTOR {
             const F scale = load(data + (part + v * LANES) * 4);
             EACH_ROW {
                 const F products = __builtin_convertvector(Sums8::total(sum[row][v]), F);
-                const F term = rounded(products * x.scales[real[row] * x.groups + group]) * scale;
+                const F term = rounded(products * x.scales[(first + row) * x.groups + group]) * scale;
                 result[row][v] += rounded(term);
             }
         }
     }
-    finish<ROWS, VECTORS>(result, rows, columns, bias, out, out_stride);
+    finish<ROWS, VECTORS>(result, columns, bias, out, out_stride);
 }
 
 // In 4 bits: PANEL scales and PANEL minima in half precision, then eight weights of each column in 32 bits: four in
@@ -256,15 +271,15 @@ __attribute__((noinline)) void tile8(const Quantised& x, int64_t first, int64_t 
 constexpr int64_t GROUP4_BYTES = PANEL * (2 * 2 + GROUP4 / 2);
 
 template <int ROWS>
-__attribute__((noinline)) void tile4(const Quantised& x, int64_t first, int64_t rows, const uint8_t* data, int64_t part,
-                                     int64_t columns, const float* bias, float* out, int64_t out_stride) {
-    constexpr int VECTORS = WIDE4;
+__attribute__((noinline)) void tile4(const Quantised& x, int64_t first, const uint8_t* data, int64_t part,
+                                     int64_t columns, const float* bias, float* out, int64_t out_stride,
+                                     const char* next, bool cold) {
+    constexpr int VECTORS = width4(ROWS);
+    Ahead<VECTORS, VECTORS> ahead(next, cold, data);
     const Sums4::Value* at[ROWS];
-    int64_t real[ROWS];
     F result[ROWS][VECTORS];
     EACH_ROW {
-        real[row] = first + (row < rows ? row : rows - 1);
-        at[row] = static_cast<const Sums4::Value*>(x.values) + real[row] * x.stride;
+        at[row] = static_cast<const Sums4::Value*>(x.values) + (first + row) * x.stride;
         EACH_VECTOR result[row][v] = F{};
     }
     for (int64_t group = 0; group < x.groups; ++group, data += GROUP4_BYTES) {
@@ -274,10 +289,8 @@ __attribute__((noinline)) void tile4(const Quantised& x, int64_t first, int64_t 
         for (int64_t k = group * GROUP4; k < (group + 1) * GROUP4; k += 8, from += PANEL * 4) {
             B eight[VECTORS];
             Sums4::Weight weight[VECTORS];
-            EACH_VECTOR {
-                eight[v] = *reinterpret_cast<const BU*>(from + v * LANES * 4);
-                soon(from + v * LANES * 4);
-            }
+            ahead.step(from);
+            EACH_VECTOR eight[v] = *reinterpret_cast<const BU*>(from + v * LANES * 4);
             EACH_VECTOR weight[v] = Sums4::of(eight[v] & 15);
             EACH_ROW {
                 const auto value = Sums4::value(at[row] + k);
@@ -293,7 +306,7 @@ __attribute__((noinline)) void tile4(const Quantised& x, int64_t first, int64_t 
         EACH_VECTOR {
             const F scale = load_half(scales + v * LANES), least = load_half(scales + PANEL + v * LANES);
             EACH_ROW {
-                const int64_t number = real[row] * x.groups + group;
+                const int64_t number = (first + row) * x.groups + group;
                 const F products = __builtin_convertvector(Sums4::total(sum[row][v]), F);
                 const F term = rounded(rounded(products * x.scales[number]) * scale);
                 const F shift = rounded(rounded(splat((float)x.sums[number]) * x.scales[number]) * least);
@@ -301,33 +314,60 @@ __attribute__((noinline)) void tile4(const Quantised& x, int64_t first, int64_t 
             }
         }
     }
-    finish<ROWS, VECTORS>(result, rows, columns, bias, out, out_stride);
+    finish<ROWS, VECTORS>(result, columns, bias, out, out_stride);
 }
 
-using Tile = void (*)(const Quantised& x, int64_t first, int64_t rows, const uint8_t* data, int64_t part,
-                      int64_t columns, const float* bias, float* out, int64_t out_stride);
+// The tiles of each width of weights.
+struct Eight {
+    static constexpr int TALL = TALL8;
+    static constexpr int64_t BYTES = GROUP8_BYTES;
+    static constexpr int width(int rows) { return width8(rows); }
+    template <int ROWS>
+    static constexpr auto tile = tile8<ROWS>;
+};
+struct Four {
+    static constexpr int TALL = TALL4;
+    static constexpr int64_t BYTES = GROUP4_BYTES;
+    static constexpr int width(int rows) { return width4(rows); }
+    template <int ROWS>
+    static constexpr auto tile = tile4<ROWS>;
+};
 
-// Panels in parts of WIDE columns, rows by TALL, and a last one by itself.
-template <Tile tile, Tile tile_of_one, int64_t WIDE, int64_t TALL, int64_t BYTES>
-void matmul_whole(const Quantised& x, int64_t row, int64_t rows, const Whole& w, float* out, int64_t out_stride,
+// Panels in parts, `count` tiles of ROWS rows each.
+template <typename Kind, int ROWS>
+void panels_whole(const Quantised& x, int64_t row, int64_t count, const Whole& w, float* out, int64_t out_stride,
                   int64_t first, int64_t last) {
+    constexpr int WIDE = Kind::width(ROWS);
+    const int64_t panel_bytes = x.groups * Kind::BYTES;
     for (int64_t panel = first; panel < last; ++panel)
-        for (int64_t part = 0; part < PANEL; part += WIDE) {
-            const int64_t column = panel * PANEL + part, columns = w.out - column;
+        for (int part = 0; part < ACROSS; part += WIDE) {
+            const int64_t column = panel * PANEL + part * LANES, columns = w.out - column;
             if (columns <= 0) break;
-            const uint8_t* data = w.data + panel * x.groups * BYTES;
+            const uint8_t* data = w.data + panel * panel_bytes;
             const float* bias = w.bias ? w.bias + column : nullptr;
-            int64_t done = 0;
-            for (; rows - done > 1; done += TALL)
-                tile(x, row + done, rows - done < TALL ? rows - done : TALL, data, part, columns, bias,
-                     out + done * out_stride + column, out_stride);
-            if (done < rows)
-                tile_of_one(x, row + done, 1, data, part, columns, bias, out + done * out_stride + column, out_stride);
+            for (int64_t number = 0; number < count; ++number) {
+                const uint8_t* next = panel + 1 < last && !number ? data + panel_bytes + panel_bytes / ACROSS * part : nullptr;
+                Kind::template tile<ROWS>(x, row + number * ROWS, data, part * LANES, columns, bias,
+                                          out + number * ROWS * out_stride + column, out_stride,
+                                          reinterpret_cast<const char*>(next), panel == first && !number);
+            }
         }
 }
 
-constexpr evenflow::MatmulWhole matmul8 = matmul_whole<tile8<TALL8>, tile8<1>, WIDE8 * LANES, TALL8, GROUP8_BYTES>;
-constexpr evenflow::MatmulWhole matmul4 = matmul_whole<tile4<TALL4>, tile4<1>, WIDE4 * LANES, TALL4, GROUP4_BYTES>;
+template <typename Kind>
+void matmul_whole(const Quantised& x, int64_t row, int64_t rows, const Whole& w, float* out, int64_t out_stride,
+                  int64_t first, int64_t last) {
+    each_height(rows, Kind::TALL, [&](int64_t from, int64_t height, int64_t count) {
+        float* to = out + from * out_stride;
+#define OF(ROWS)          \
+    if constexpr (ROWS <= Kind::TALL) \
+        if (height == ROWS) panels_whole<Kind, ROWS>(x, row + from, count, w, to, out_stride, first, last);
+        OF(1) OF(2) OF(3) OF(4) OF(5) OF(6) OF(7) OF(8)
+#undef OF
+    });
+}
+
+constexpr evenflow::MatmulWhole matmul8 = matmul_whole<Eight>, matmul4 = matmul_whole<Four>;
 
 #undef EACH_ROW
 #undef EACH_VECTOR
