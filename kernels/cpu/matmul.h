@@ -91,9 +91,7 @@ __attribute__((noinline)) void tile(const float* x, int64_t stride, const char* 
             const char* from = data + k * PANEL * 2;
             ahead.step(from, panel_bytes);
             add<Half::LOW, ROWS, VECTORS, WIDE>(sum, at, k, from, panel_bytes);
-            // Read again rather than kept, for which there may be no registers.
-            asm("" : "+r"(from));
-            add<Half::HIGH, ROWS, VECTORS, WIDE>(sum, at, k + 1, from, panel_bytes);
+            add<Half::HIGH, ROWS, VECTORS, WIDE>(sum, at, k + 1, again(from), panel_bytes);
         }
         if (k < in) add<Half::LOW, ROWS, VECTORS, WIDE>(sum, at, k, data + k * PANEL * 2, panel_bytes);
     } else {

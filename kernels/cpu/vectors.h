@@ -74,6 +74,14 @@ ALWAYS void store_narrow(uint16_t* at, F value) {
     *reinterpret_cast<HU*>(at) = __builtin_convertvector(nan ? bits >> 16 | 0x40 : rounded, H);
 }
 
+// The same address, of which the compiler does not know that: what is there is read again rather than kept, for which
+// there may be no registers.
+template <typename T>
+ALWAYS const T* again(const T* at) {
+    asm("" : "+r"(at));
+    return at;
+}
+
 // sum += one * other, rounded once. With 16 registers, compilers that choose its form themselves copy sums about and run
 // out of them.
 ALWAYS void add_product(F& sum, F one, F other) {
