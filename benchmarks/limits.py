@@ -15,6 +15,7 @@ Run: python benchmarks/limits.py [--threads N] [--quick] [--json]
 
 from __future__ import annotations
 
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -23,6 +24,11 @@ from statistics import median
 from typing import Any
 
 import report
+from evenflow.cli.libraries import library_env
+
+# As in a worker, and before torch is loaded.
+os.environ.update(library_env(os.cpu_count() or 1, os.environ))
+
 import torch
 from evenflow.dataplane.model_runner import ModelRunner, load_runner
 from evenflow.dataplane.models.config import EMBEDDING, HEAD, LlamaConfig, tensor_shapes

@@ -31,6 +31,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import report
+from evenflow.cli.libraries import library_env
+
+# As in a worker, and before torch is loaded.
+os.environ.update(library_env(os.cpu_count() or 1, os.environ))
+
 from evenflow.control.core.engine import Engine
 from evenflow.control.core.events import Limits, ReplicaUp, Returned, SendPlan, Submitted
 from evenflow.control.core.slo import parse_slo

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..control.core.bounds import USUAL_TOKENS, worker_tokens
+from .libraries import library_env
 from .listener import OpenDoor
 from .options import SCRIPTED, ServeOptions, threads_per_worker
 from .run_dir import RunDir
@@ -166,8 +167,7 @@ def build_plan(
     where other machines dial control."""
     threads = options.threads or threads_per_worker(cores, options.workers)
     env = {**environ, "PYTHONUNBUFFERED": "1"}
-    # Libraries that make their own thread pools read this before torch can tell them otherwise.
-    worker_env = {**env, "OMP_NUM_THREADS": str(threads)}
+    worker_env = {**env, **library_env(threads, env)}
     parent = ("--parent", str(os.getpid()))
     workers = tuple(
         ChildSpec(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from .errors import MeasureFailed
+from .libraries import library_env
 from .options import AUTO, ServeOptions, threads_per_worker, usable_cores
 
 #: Seconds that loading and measuring may take.
@@ -32,7 +33,7 @@ def settle_dtype(options: ServeOptions) -> tuple[ServeOptions, list[str]]:
             capture_output=True,
             text=True,
             timeout=_PATIENCE_S,
-            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+            env={**os.environ, **library_env(threads, os.environ)},
         )
     except subprocess.TimeoutExpired:
         raise MeasureFailed(f"--dtype auto: nothing was measured in {_PATIENCE_S:.0f} s; name a type.") from None

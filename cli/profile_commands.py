@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from .flags import Dtype
+from .libraries import library_env
 
 #: Seconds of measuring; loading the model comes on top.
 FULL_S, QUICK_S = 80.0, 20.0
@@ -57,8 +58,7 @@ def profile(
         threads=threads,
         as_json=as_json,
     )
-    # Libraries that make their own thread pools read this before torch can tell them otherwise.
-    os.environ["OMP_NUM_THREADS"] = str(flags.threads)
+    os.environ.update(library_env(flags.threads, os.environ))
     from ..dataplane.models.config import ModelError
     from ..dataplane.profiling import Bounds, Engine, profile_model
 

@@ -23,6 +23,7 @@ from ..control.wire.keys import DialKeys, KeyFault, dial_keys
 from ..control.wire.sockets import EndpointError, close_context, new_context
 from .children import worker_argv
 from .errors import UsageError
+from .libraries import library_env
 from .options import ServeOptions, check_model, settle, threads_per_worker, usable_cores
 
 _LOOK_MS = 200
@@ -117,7 +118,9 @@ def run_worker(
         print(f"evenflow: {error}", file=sys.stderr)
         return 1
     argv = external_argv(options, place, terms, keys)
-    os.environ.setdefault("OMP_NUM_THREADS", argv[argv.index("--threads") + 1] if "--threads" in argv else "1")
+    threads = int(argv[argv.index("--threads") + 1]) if "--threads" in argv else 1
+    for name, value in library_env(threads, os.environ).items():
+        os.environ.setdefault(name, value)
     os.execv(argv[0], argv)
 
 

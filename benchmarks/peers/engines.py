@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import weights
 from child import Child
+from evenflow.cli.libraries import library_env
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -24,6 +26,7 @@ class Engine:
     python: Path
     program: str
     arguments: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def installed(self) -> bool:
@@ -39,7 +42,7 @@ def engines(dtype: str, threads: int) -> list[Engine]:
     OUT.mkdir(parents=True, exist_ok=True)
     file = str(weights.gguf_file(OUT, kind))
     found = [
-        Engine(OURS, dtype, here, "offline_evenflow.py", (own, str(threads))),
+        Engine(OURS, dtype, here, "offline_evenflow.py", (own, str(threads)), library_env(threads, {})),
         Engine("openvino", dtype, openvino, "offline_openvino.py", (file, str(threads))),
     ]
     if dtype == "bf16":
@@ -57,7 +60,7 @@ def start(engine: Engine, threads: int) -> Child:
         engine.name,
         [str(engine.python), str(HERE / engine.program), *engine.arguments],
         log=OUT / f"{engine.name}-{engine.dtype}.log",
-        environment={"OMP_NUM_THREADS": str(threads)},
+        environment={"OMP_NUM_THREADS": str(threads), **engine.environment},
         directory=OUT,
     )
     child.answer()
