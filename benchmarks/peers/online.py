@@ -55,11 +55,12 @@ class Trial:
         return self.p99_ms <= TARGET_MS and self.first_s <= WAIT_S and not self.failed
 
 
-def trial(url: str, model: str, rate: float, seconds: int) -> Trial:
-    """``seconds`` of arrivals, and all answers. Raises ``RuntimeError`` if nothing was measured."""
+def trial(url: str, model: str, rate: float, seconds: int, seed: int) -> Trial:
+    """``seconds`` of arrivals, and all answers; each ``seed`` has other prompts. Raises ``RuntimeError`` if nothing was
+    measured."""
     command = [sys.executable, "-P", "-m", "evenflow.cli", "bench", url, "--rate", f"{rate:.4f}", "--model", model]
     lengths = [f"--{name}-tokens={least}:{most}" for name, (least, most) in (("prompt", PROMPT), ("output", OUTPUT))]
-    asked = [*command, *lengths, "--duration", f"{seconds}s", "--json"]
+    asked = [*command, *lengths, "--duration", f"{seconds}s", "--seed", str(seed), "--json"]
     done = subprocess.run(asked, capture_output=True, text=True)
     if done.returncode not in (0, 1, 3) or not done.stdout:
         raise RuntimeError(f"evenflow bench ended with {done.returncode}: {done.stderr[-500:]}")
@@ -78,7 +79,7 @@ def capacity(url: str, server: Server, ceiling: float, seconds: int) -> list[Tri
     tried: list[Trial] = []
 
     def holds(step: int) -> bool:
-        tried.append(trial(url, server.model, steps[step], seconds))
+        tried.append(trial(url, server.model, steps[step], seconds, len(tried)))
         now = tried[-1]
         print(
             f"served {server.name} {server.setting}: {now.rate:.2f} requests/s, P99 TBT {now.p99_ms:.0f} ms,"

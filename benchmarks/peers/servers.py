@@ -45,7 +45,9 @@ class Server:
 
 def ours(target: str, dtype: str = "bfloat16") -> Server:
     """evenflow with a target for the time between tokens."""
-    return Server(OURS, f"slo {target}", MODEL, arguments=("--tbt-slo", target, "--dtype", dtype))
+    return Server(
+        OURS, f"slo {target}", MODEL, arguments=("--tbt-slo", target, "--dtype", dtype, "--no-enable-prefix-caching")
+    )
 
 
 def peers(threads: int, chunks: Sequence[int] = CHUNKS) -> dict[str, list[Server]]:

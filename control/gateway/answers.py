@@ -198,7 +198,7 @@ async def _stream(
         try:
             if shape.opening is not None:
                 await chunk(shape.opening(index), generation)
-            while (piece := await generation.piece()) is not None:
+            while (piece := await generation.piece(asked.continuous)) is not None:
                 await chunk(shape.piece(index, piece), generation)
             await chunk(shape.last(index, generation.finish_reason or "stop"), generation)
         except ApiError as error:

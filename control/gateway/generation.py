@@ -140,8 +140,11 @@ class Generation:
         """Return when there is a token or an end to look at."""
         await self._stream.wait()
 
-    async def piece(self) -> Piece | None:
-        """The next piece, never empty; None at the end. Raises ``ApiError`` if the request failed."""
+    async def piece(self, every: bool = False) -> Piece | None:
+        """The next piece; None at the end. Raises ``ApiError`` if the request failed.
+
+        Never empty, unless ``every`` token is to be told of as it comes: some have no text until others follow.
+        """
         stream, ledger = self._stream, self._ledger
         while self.finish_reason is None:
             came = await stream.wait()
@@ -157,7 +160,7 @@ class Generation:
             else:
                 text = self._end()
             told = None if ledger is None else ledger.release(len(text), last=self.finish_reason is not None)
-            if text or told:
+            if text or told or (every and self.finish_reason is None):
                 return Piece(text, told)
         return None
 

@@ -112,6 +112,24 @@ def test_str_6_usage_in_every_chunk(tmp_path: Path) -> None:
     drive(work, tmp_path)
 
 
+def test_with_usage_in_every_chunk_a_token_without_text_is_told_of_too(tmp_path: Path) -> None:
+    """A part of a character is no text yet, but a client that counts tokens is to see when each came."""
+    every = {"include_usage": True, "continuous_usage_stats": True}
+
+    async def work(endpoint: str) -> None:
+        async with gateway(endpoint, says(HARD), step_s=0.02) as g:
+            for send in (g.completion, g.chat):
+                chunks = events(await send(stream=True, stream_options=every))[:-2]
+                counts = [chunk["usage"]["completion_tokens"] for chunk in chunks[1:-1]]
+                assert counts == sorted(set(counts))
+                empty = [c for c in chunks[1:-1] if not streamed_text([c])]
+                assert empty and streamed_text(chunks) == HARD
+                plain = events(await send(stream=True))[1:-2]
+                assert all(streamed_text([chunk]) for chunk in plain)
+
+    drive(work, tmp_path)
+
+
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_str_7_the_order_of_chunks(tmp_path: Path, count: int) -> None:
     async def work(endpoint: str) -> None:
