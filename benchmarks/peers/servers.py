@@ -45,9 +45,8 @@ class Server:
 
 def ours(target: str, dtype: str = "bfloat16") -> Server:
     """evenflow with a target for the time between tokens."""
-    return Server(
-        OURS, f"slo {target}", MODEL, arguments=("--tbt-slo", target, "--dtype", dtype, "--no-enable-prefix-caching")
-    )
+    arguments = ("--tbt-slo", target, "--dtype", dtype, "--no-enable-prefix-caching")
+    return Server(OURS, f"slo {target}", MODEL, arguments=arguments)
 
 
 def peers(threads: int, chunks: Sequence[int] = CHUNKS) -> dict[str, list[Server]]:
