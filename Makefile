@@ -17,7 +17,7 @@ BIN := .venv/bin
 # What needs neither a model nor processes comes first: a mistake there is known soon.
 FAST := tests/test_layering.py tests/control tests/kernels
 REST := $(filter-out $(FAST) %__pycache__,$(wildcard tests/test_*.py) $(patsubst %/,%,$(wildcard tests/*/)))
-BENCHMARKS := $(wildcard benchmarks/control_plane.py benchmarks/stall.py benchmarks/overlap.py benchmarks/flood.py benchmarks/start.py benchmarks/limits.py benchmarks/accuracy.py benchmarks/journal.py)
+BENCHMARKS := $(wildcard benchmarks/control_plane.py benchmarks/stall.py benchmarks/overlap.py benchmarks/flood.py benchmarks/start.py benchmarks/limits.py benchmarks/accuracy.py benchmarks/journal.py benchmarks/handover.py benchmarks/sharing.py)
 INSTALLED := .venv/.installed
 CORE := .venv/.core
 KERNELS := .venv/.kernels
