@@ -56,8 +56,10 @@ class Trial:
 
 
 def trial(url: str, model: str, rate: float, seconds: int, seed: int) -> Trial:
-    """``seconds`` of arrivals, and all answers; each ``seed`` has other prompts. Raises ``RuntimeError`` if nothing is
-    reported."""
+    """``seconds`` of arrivals, and all answers; each ``seed`` has other prompts.
+
+    Raises ``RuntimeError`` if nothing is reported.
+    """
     command = [sys.executable, "-P", "-m", "evenflow.cli", "bench", url, "--rate", f"{rate:.4f}", "--model", model]
     lengths = [f"--{name}-tokens={least}:{most}" for name, (least, most) in (("prompt", PROMPT), ("output", OUTPUT))]
     asked = [*command, *lengths, "--duration", f"{seconds}s", "--seed", str(seed), "--json"]
