@@ -231,7 +231,8 @@ class Budget:
         coefficients = self.model.coefficients
         pair = coefficients[2]
         each = coefficients[1] + pair * (computed + 0.5)
-        if seconds <= 0.0:
+        # No seconds are enough for what is said to take none: else nothing would ever be read.
+        if seconds < 0.0:
             return 0
         divisor = each + sqrt(each * each + 2.0 * pair * seconds)
         # A little more, so that a chunk fits into the seconds that it was said to take.

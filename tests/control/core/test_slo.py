@@ -370,3 +370,16 @@ def test_predictions_go_with_the_plans() -> None:
     assert median(errors) < 0.05
     fixed = busy(device(slo=None), 2.0)
     assert all(i.plan.predicted_us == 0 for i in fixed.seen.iterations)
+
+
+@pytest.mark.parametrize("decodes", [0, 1])
+def test_prefill_that_is_believed_to_take_no_time_is_read_all_the_same(decodes: int) -> None:
+    """What a model learns of a device with pauses may be that. Then nothing was admitted, and nothing taught it else
+    (found by the fault simulator)."""
+    server = device()
+    budget = budget_of(server)
+    budget.model._estimator.coefficients[1:3] = [0.0, 0.0]  # pyright: ignore[reportPrivateUsage]
+    assert budget.chunk_s(budget.most, 100) == 0.0
+    assert budget.open(decodes, decodes, 0)
+    assert budget.chunk_tokens(budget.seconds, 0) == budget.tokens > 0
+    assert budget.chunk_tokens(-1e-9, 0) == 0
