@@ -128,8 +128,7 @@ __attribute__((noinline)) void tile(const float* x, int64_t stride, const char* 
 // nothing came before.
 template <int ROWS, int PANELS, bool BF16>
 ALWAYS void tiles(int64_t count, const float* x, int64_t stride, const char* data, int64_t panel_bytes,
-                  const Weights& w, float* out, int64_t out_stride, int64_t column, const char* next,
-                  bool cold) {
+                  const Weights& w, float* out, int64_t out_stride, int64_t column, const char* next, bool cold) {
     constexpr int WIDE = width(ROWS);
     for (int part = 0; part < ACROSS; part += WIDE) {
         const int64_t first = column + part * LANES, columns = w.out - first;
@@ -153,10 +152,12 @@ void panels(int64_t count, const float* x, int64_t stride, const Weights& w, flo
         const char* data = static_cast<const char*>(w.data) + panel * panel_bytes;
         const char* next = panel + 1 < last ? data + panel_bytes : nullptr;
         if (MOST == 1 || panel + MOST > last) {
-            tiles<ROWS, 1, BF16>(count, x, stride, data, panel_bytes, w, out, out_stride, panel * PANEL, next, panel == first);
+            tiles<ROWS, 1, BF16>(count, x, stride, data, panel_bytes, w, out, out_stride, panel * PANEL, next,
+                                 panel == first);
             ++panel;
         } else {
-            tiles<ROWS, MOST, BF16>(count, x, stride, data, panel_bytes, w, out, out_stride, panel * PANEL, next, panel == first);
+            tiles<ROWS, MOST, BF16>(count, x, stride, data, panel_bytes, w, out, out_stride, panel * PANEL, next,
+                                    panel == first);
             panel += MOST;
         }
     }
