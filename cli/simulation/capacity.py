@@ -75,6 +75,7 @@ def run_capacity(
             "capacity": found.rate,
             "interval": found.interval,
             "rates": found.rates,
+            "extrapolated_iterations": found.extrapolated,
             "verdicts": [{"seed": seed, **asdict(verdict)} for seed, verdict in verdicts],
         }
         print(msgspec.json.format(msgspec.json.encode(told), indent=2).decode())
@@ -91,10 +92,20 @@ def run_capacity(
             f"Sustained is a load whose P99 of all times between tokens is at most {slo * 1e3:g} ms and whose median"
             " scheduling delay is at most 2 s. A missed one is not simulated to its end.",
         ]
-        print("\n".join(lines + notes(scenario)))
+        print("\n".join(lines + notes(scenario) + not_measured(found)))
     if plot is not None:
         draw_capacity([verdict for _, verdict in verdicts], slo, plot)
     return 0 if found.rate else 1
+
+
+def not_measured(found: Capacity) -> list[str]:
+    """A warning, if the figure rests on what was not measured."""
+    if not found.extrapolated:
+        return []
+    return [
+        f"{found.extrapolated:.1%} of the iterations at that load were larger than any that was measured: their time"
+        " is extrapolated."
+    ]
 
 
 def in_words(found: Capacity) -> str:
@@ -140,7 +151,12 @@ def run_tune(
             "token_budget": best.budget if best.capacity.rate else None,
             "capacity": best.capacity.rate,
             "curve": [
-                {"token_budget": point.budget, "capacity": point.capacity.rate, "interval": point.capacity.interval}
+                {
+                    "token_budget": point.budget,
+                    "capacity": point.capacity.rate,
+                    "interval": point.capacity.interval,
+                    "extrapolated_iterations": point.capacity.extrapolated,
+                }
                 for point in curve
             ],
         }
@@ -181,7 +197,7 @@ def curve_text(scenario: Scenario, slo: float, curve: Sequence[Point], best: Poi
     gentle = f"half is lost at {max(below)}" if below else f"{curve[0].budget} still serves more than half"
     cliff = f"half is lost at {min(above)}" if above else f"{curve[-1].budget} still serves more than half"
     lines.append(f"Below it the curve is gentle: {gentle}. Above it iterations outgrow the target: {cliff}.")
-    return "\n".join(lines + notes(scenario))
+    return "\n".join(lines + notes(scenario) + not_measured(best.capacity))
 
 
 def parse_budgets(text: str) -> list[int]:

@@ -19,7 +19,7 @@ from ...control.core.events import SendPlan
 from ...control.wire import Result
 from ...dataplane.simulated.capacity import MOST_DELAY_S
 from ...dataplane.simulated.figures import Figures, Spread, summarise
-from ...dataplane.simulated.profiled import Profile, ProfiledCost
+from ...dataplane.simulated.profiled import Profile, extrapolated
 from ...dataplane.simulated.record import Record
 from ...dataplane.simulated.scenario import Scenario
 from ...dataplane.simulated.world import World
@@ -102,15 +102,10 @@ def simulate(
         len(world.record.rejected),
         stages,
         is_saturated(world.record),
-        _beyond(world),
+        extrapolated(stage.cost for stage in world.stages),
         time.process_time() - began,
     )
     return simulated, world
-
-
-def _beyond(world: World) -> int:
-    cost = world.stages[0].cost
-    return cost.beyond if isinstance(cost, ProfiledCost) else 0
 
 
 def run_simulate(

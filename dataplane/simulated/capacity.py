@@ -15,6 +15,7 @@ from statistics import fmean, stdev
 
 from .cost import Work
 from .load import Entry, arrivals, poisson, shuffled
+from .profiled import extrapolated
 from .refusal import CannotSimulate
 from .scenario import Scenario
 from .world import World
@@ -33,21 +34,25 @@ _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Of one rate. Times in seconds; lower bounds if the run was ended early. ``iterations`` that it took."""
+    """Of one rate. Times in seconds; lower bounds if the run was ended early. ``iterations`` that it took, of which
+    ``extrapolated`` were larger than any that was measured, on a device with a profile."""
 
     rate: float
     sustained: bool
     tbt_p99: float
     delay_p50: float
     iterations: int
+    extrapolated: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """``rate``: the mean over seeds of the largest sustained rates, in requests a second, each in ``rates``."""
+    """``rate``: the mean over seeds of the largest sustained rates, in requests a second, each in ``rates``.
+    ``extrapolated``: the share of the iterations at these rates that were larger than any that was measured."""
 
     rate: float
     rates: tuple[float, ...]
+    extrapolated: float = 0.0
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -101,7 +106,12 @@ def judge(
     )
     delay = waits[len(waits) // 2] if waits else 0
     return Verdict(
-        rate, not over and delay <= late_us, _p99(record.gaps, record.counts, given), delay / 1e6, world.iterations
+        rate,
+        not over and delay <= late_us,
+        _p99(record.gaps, record.counts, given),
+        delay / 1e6,
+        world.iterations,
+        extrapolated(stage.cost for stage in world.stages),
     )
 
 
@@ -176,15 +186,22 @@ def capacity(
             f" once: it takes {least}"
         )
     rates: list[float] = []
+    iterations = beyond = 0
     for seed in seeds:
         chosen = shuffled(entries, seed, requests)
+        verdicts: dict[float, Verdict] = {}
 
-        def test(rate: float, seed: int = seed, chosen: Sequence[Entry] = chosen) -> bool:
-            verdict = judge(scenario, chosen, rate, slo, seed, limit=limit)
+        def test(
+            rate: float, seed: int = seed, chosen: Sequence[Entry] = chosen, verdicts: dict[float, Verdict] = verdicts
+        ) -> bool:
+            verdict = verdicts[rate] = judge(scenario, chosen, rate, slo, seed, limit=limit)
             if heard is not None:
                 heard(seed, verdict)
             return verdict.sustained
 
         near = rates[-1] if rates and rates[-1] else start
         rates.append(largest(test, 1.05 * near, 1.15) if near else largest(test, ceiling(scenario, chosen)))
-    return Capacity(fmean(rates), tuple(rates))
+        if rates[-1] in verdicts:
+            iterations += verdicts[rates[-1]].iterations
+            beyond += verdicts[rates[-1]].extrapolated
+    return Capacity(fmean(rates), tuple(rates), beyond / iterations if iterations else 0.0)

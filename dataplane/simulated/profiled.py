@@ -10,7 +10,7 @@ is counted (``ProfiledCost.beyond``), since nothing of that kind was measured.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
@@ -18,7 +18,7 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 from msgspec import Meta, Struct, structs
 
-from .cost import Chunk, Work
+from .cost import Chunk, Cost, Work
 from .device import Device, device_names, load_device
 from .fitted import Residuals, compared, least_squares
 from .refusal import CannotSimulate
@@ -156,6 +156,11 @@ class ProfiledCost:
     def num_blocks(self, block_size: int, utilisation: float = 0.85) -> int:
         """Of the pool that was measured."""
         return max(1, self.profile.blocks * self.profile.block_size // block_size)
+
+
+def extrapolated(costs: Iterable[Cost]) -> int:
+    """Iterations that were larger than any that was measured, by all of these."""
+    return sum(cost.beyond for cost in set(costs) if isinstance(cost, ProfiledCost))
 
 
 def interpolated(table: Sequence[tuple[int, float]], value: int) -> float:

@@ -63,6 +63,26 @@ def test_it_is_printed_written_and_simulated(tmp_path: Path, capsys: pytest.Capt
     assert wrong.returncode == 2 and "was measured as one stage" in wrong.stderr
 
 
+def test_a_capacity_that_rests_on_what_was_not_measured_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "here.json"
+    assert run_profile(replace(FLAGS, out=path), found(PROFILE)) == 0
+    asked = ["small", "--device", str(path), "--prompt-tokens", "20:200", "--output-tokens", "5:40", "-n", "70"]
+    asked += ["--max-num-seqs", "16", "--slo", "1s"]
+
+    def told(command: str, *arguments: str) -> str:
+        done = subprocess.run(
+            [*EVENFLOW, command, *asked, *arguments], capture_output=True, text=True, timeout=300, check=True
+        )
+        return done.stdout
+
+    assert "extrapolated" not in told("capacity", "--token-budget", "64")
+    assert "% of the iterations at that load were larger than any that was measured" in told(
+        "capacity", "--token-budget", "128"
+    )
+    curve = json.loads(told("tune", "--budgets", "64,128", "--json"))["curve"]
+    assert curve[0]["extrapolated_iterations"] == 0 < curve[1]["extrapolated_iterations"] <= 1
+
+
 def test_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_profile(replace(FLAGS, as_json=True), found(PROFILE)) == 0
     told = json.loads(capsys.readouterr().out)
