@@ -39,7 +39,7 @@ from evenflow.kernels.attention import AttnBatch
 from evenflow.kernels.attention_native import NativeAttention
 from evenflow.kernels.linear import Linear
 from evenflow.kernels.packed import PackedLinear
-from evenflow.kernels.quantised import GROUP4, GROUP8, Int4Linear, Int8Linear, quantise4, quantise8
+from evenflow.kernels.quantised import GROUP, Int4Linear, Int8Linear, quantise4, quantise8
 from report import Report, Row
 
 MODEL = "smollm2-135m"
@@ -56,8 +56,8 @@ BATCHES = (Shape(1, 1, 512), Shape(8, 1, 512), Shape(32, 1, 512), Shape(1, 512, 
 BYTES = {
     "bfloat16": (2.0, 2.0, 2),
     "float32": (4.0, 4.0, 4),
-    "int8": (1 + 4 / GROUP8, 1 + 4 / GROUP8, 2),
-    "int4": (0.5 + 4 / GROUP4, 1 + 4 / GROUP8, 2),
+    "int8": (1 + 2 / GROUP, 1 + 2 / GROUP, 2),
+    "int4": (0.5 + 4 / GROUP, 1 + 2 / GROUP, 2),
 }
 
 Case = tuple[str, tuple[tuple[str, Any], ...]]

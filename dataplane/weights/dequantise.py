@@ -12,7 +12,7 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...kernels.quantised import GROUP4, Int4Weight
+from ...kernels.quantised import GROUP, Int4Weight
 
 _T = GGMLQuantizationType
 #: Tensor types that are dequantised; others are refused when the file is opened.
@@ -66,7 +66,7 @@ def four_bits(raw: NDArray[np.uint8], kind: GGMLQuantizationType, shape: tuple[i
         scales = halves[:, 0]
         # Q4_0 counts from 8.
         minima = halves[:, 1] if kind == _T.Q4_1 else scales * -8
-    groups = (shape[0], shape[1] // GROUP4)
+    groups = (shape[0], shape[1] // GROUP)
     return Int4Weight(values.view(shape), scales.reshape(groups), minima.reshape(groups))
 
 

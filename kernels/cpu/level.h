@@ -28,7 +28,9 @@ using Matmul = void (*)(const float* x, int64_t x_stride, int64_t rows, const We
                         int64_t out_stride, int64_t first, int64_t last);
 
 // Inputs that share a scale, for weights in 8 and in 4 bits.
-constexpr int64_t GROUP8 = 64, GROUP4 = 32;
+constexpr int64_t GROUP = 32;
+// Inputs that lie beside each other in packed weights: groups of 8 bits in twos, so that they begin at a cache line.
+constexpr int64_t RUN8 = 2 * GROUP, RUN4 = GROUP;
 
 // Rows of activations as whole numbers: value = round(x * 127 / largest), halves to even, with the largest of each
 // group. (One scale for a whole row costs SmolLM2 several percent of perplexity: few inputs are many times larger.)
@@ -39,9 +41,9 @@ struct Quantised {
     int64_t stride, groups;
 };
 
-// Rows begin … end - 1 of x, in groups of `size`.
-using Quantise = void (*)(const float* x, int64_t x_stride, int64_t in, int64_t size, const Quantised& to, bool wide,
-                          int64_t begin, int64_t end);
+// Rows begin … end - 1 of x. Groups beyond a row's end are zeros.
+using Quantise = void (*)(const float* x, int64_t x_stride, int64_t in, const Quantised& to, bool wide, int64_t begin,
+                          int64_t end);
 
 // Weights [out, in] in 8 bits, (number - 128) * scale, or in 4 bits, number * scale + minimum, with these for each group
 // of a column; whole.h has the order of both.

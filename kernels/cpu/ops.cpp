@@ -114,11 +114,11 @@ struct Rows {
     std::vector<int32_t> sums;
 };
 
-// The rows of x, in groups of `size`.
-Quantised quantised(const Tensor& x, int64_t size, bool wide) {
+// The rows of x, filled up to whole runs.
+Quantised quantised(const Tensor& x, int64_t run, bool wide) {
     thread_local Rows memory;
-    const int64_t rows = x.size(0), in = x.size(1), groups = (in + size - 1) / size;
-    Quantised result{nullptr, nullptr, nullptr, groups * size, groups};
+    const int64_t rows = x.size(0), in = x.size(1), stride = (in + run - 1) / run * run, groups = stride / GROUP;
+    Quantised result{nullptr, nullptr, nullptr, stride, groups};
     const auto grown = [](auto& vector, int64_t count) {
         if (static_cast<int64_t>(vector.size()) < count) vector.resize(count);
         return vector.data();
@@ -130,7 +130,7 @@ Quantised quantised(const Tensor& x, int64_t size, bool wide) {
     const int64_t x_stride = x.stride(0);
     const Level* level = current;
     each_rows(rows, in, [&](int64_t begin, int64_t end) {
-        level->quantise(from, x_stride, in, size, result, wide, begin, end);
+        level->quantise(from, x_stride, in, result, wide, begin, end);
     });
     return result;
 }
@@ -148,8 +148,8 @@ void each_tile(int64_t rows, int64_t columns, int64_t row_bytes, const Body& bod
     });
 }
 
-// `bytes`: of a group of one column, `size` inputs.
-void matmul_whole(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, Tensor& out, int64_t size,
+// `bytes`: of a run of one column.
+void matmul_whole(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, Tensor& out, int64_t run,
                   int64_t bytes, bool wide, MatmulWhole multiply) {
     STD_TORCH_CHECK(packed.scalar_type() == ScalarType::Byte && packed.is_contiguous(), "weights must be uint8");
     STD_TORCH_CHECK(is(x, ScalarType::Float, 2) && is(out, ScalarType::Float, 2) && x.size(0) == out.size(0),
@@ -157,10 +157,10 @@ void matmul_whole(const Tensor& x, const Tensor& packed, const std::optional<Ten
     STD_TORCH_CHECK(!bias || (is(*bias, ScalarType::Float, 1) && bias->size(0) == out.size(1)),
                     "the bias must be float32[out]");
     const int64_t columns = out.size(1), panels = (columns + PANEL - 1) / PANEL;
-    STD_TORCH_CHECK(packed.numel() == panels * PANEL * ((x.size(1) + size - 1) / size) * bytes,
+    STD_TORCH_CHECK(packed.numel() == panels * PANEL * ((x.size(1) + run - 1) / run) * bytes,
                     "packed weights are not those of these shapes");
     const Whole weights{packed.const_data_ptr<uint8_t>(), bias ? bias->const_data_ptr<float>() : nullptr, columns};
-    const Quantised rows = quantised(x, size, wide);
+    const Quantised rows = quantised(x, run, wide);
     float* to = out.mutable_data_ptr<float>();
     const int64_t out_stride = out.stride(0);
     each_tile(x.size(0), columns, rows.stride * (wide ? 2 : 1),
@@ -170,11 +170,11 @@ void matmul_whole(const Tensor& x, const Tensor& packed, const std::optional<Ten
 }
 
 void matmul8(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, Tensor out) {
-    matmul_whole(x, packed, bias, out, GROUP8, 4 + GROUP8, current->wide8, current->matmul8);
+    matmul_whole(x, packed, bias, out, RUN8, 4 + RUN8, current->wide8, current->matmul8);
 }
 
 void matmul4(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, Tensor out) {
-    matmul_whole(x, packed, bias, out, GROUP4, 4 + GROUP4 / 2, current->wide4, current->matmul4);
+    matmul_whole(x, packed, bias, out, RUN4, 4 + RUN4 / 2, current->wide4, current->matmul4);
 }
 
 // Queries of one row that share a pass over its keys.
@@ -299,8 +299,8 @@ void gate(const Tensor& x, Tensor out) {
 // The product of the kind whose size the packed weights have.
 void linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, Tensor out) {
     if (packed.scalar_type() != ScalarType::Byte) return matmul(x, packed, bias, out);
-    const int64_t columns = (out.size(1) + PANEL - 1) / PANEL * PANEL, groups = (x.size(1) + GROUP8 - 1) / GROUP8;
-    return packed.numel() == columns * groups * (4 + GROUP8) ? matmul8(x, packed, bias, out)
+    const int64_t columns = (out.size(1) + PANEL - 1) / PANEL * PANEL, runs = (x.size(1) + RUN8 - 1) / RUN8;
+    return packed.numel() == columns * runs * (4 + RUN8) ? matmul8(x, packed, bias, out)
                                                               : matmul4(x, packed, bias, out);
 }
 

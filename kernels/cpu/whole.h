@@ -15,9 +15,10 @@
 
 namespace {
 
-using evenflow::GROUP4;
-using evenflow::GROUP8;
+using evenflow::GROUP;
 using evenflow::Quantised;
+using evenflow::RUN4;
+using evenflow::RUN8;
 using evenflow::Whole;
 
 typedef uint8_t B __attribute__((vector_size(LANES * 4)));
@@ -216,8 +217,9 @@ ALWAYS void finish(F (&result)[ROWS][VECTORS], int64_t columns, const float* bia
     }
 }
 
-// In 8 bits, a group of a panel: PANEL scales in float32, then the weights, four of each column in 32 bits.
-constexpr int64_t GROUP8_BYTES = PANEL * (4 + GROUP8);
+// In 8 bits, two groups of a panel: PANEL scales of each in half precision, then the weights, four of each column in 32
+// bits.
+constexpr int64_t RUN8_BYTES = PANEL * (2 * 2 + RUN8);
 
 // Vectors of a panel for ROWS rows. `part`: the first of the panel's columns. `next` and `cold`: as for `Ahead`.
 template <int ROWS>
@@ -232,11 +234,11 @@ __attribute__((noinline)) void tile8(const Quantised& x, int64_t first, const ui
         at[row] = static_cast<const Sums8::Value*>(x.values) + (first + row) * x.stride;
         EACH_VECTOR result[row][v] = F{};
     }
-    for (int64_t group = 0; group < x.groups; ++group, data += GROUP8_BYTES) {
+    for (int64_t group = 0; group < x.groups; ++group) {
+        const uint8_t *run = data + group / 2 * RUN8_BYTES, *from = run + PANEL * (4 + group % 2 * GROUP) + part * 4;
         Sums8::Sum sum[ROWS][VECTORS];
         EACH_ROW EACH_VECTOR sum[row][v] = Sums8::start(-128 * x.sums[(first + row) * x.groups + group]);
-        const uint8_t* from = data + 4 * PANEL + part * 4;
-        for (int64_t k = group * GROUP8; k < (group + 1) * GROUP8; k += 4, from += PANEL * 4) {
+        for (int64_t k = group * GROUP; k < (group + 1) * GROUP; k += 4, from += PANEL * 4) {
             ahead.step(from);
             if constexpr (ROWS < VECTORS) {
                 decltype(Sums8::value(at[0])) value[ROWS];
@@ -254,8 +256,9 @@ __attribute__((noinline)) void tile8(const Quantised& x, int64_t first, const ui
                 }
             }
         }
+        const uint16_t* scales = reinterpret_cast<const uint16_t*>(run) + group % 2 * PANEL + part;
         EACH_VECTOR {
-            const F scale = load(data + (part + v * LANES) * 4);
+            const F scale = load_half(scales + v * LANES);
             EACH_ROW {
                 const F products = __builtin_convertvector(Sums8::total(sum[row][v]), F);
                 const F term = rounded(products * x.scales[(first + row) * x.groups + group]) * scale;
@@ -268,7 +271,7 @@ __attribute__((noinline)) void tile8(const Quantised& x, int64_t first, const ui
 
 // In 4 bits: PANEL scales and PANEL minima in half precision, then eight weights of each column in 32 bits: four in
 // the lower halves of the bytes, the next four in the upper.
-constexpr int64_t GROUP4_BYTES = PANEL * (2 * 2 + GROUP4 / 2);
+constexpr int64_t RUN4_BYTES = PANEL * (2 * 2 + RUN4 / 2);
 
 template <int ROWS>
 __attribute__((noinline)) void tile4(const Quantised& x, int64_t first, const uint8_t* data, int64_t part,
@@ -282,11 +285,11 @@ __attribute__((noinline)) void tile4(const Quantised& x, int64_t first, const ui
         at[row] = static_cast<const Sums4::Value*>(x.values) + (first + row) * x.stride;
         EACH_VECTOR result[row][v] = F{};
     }
-    for (int64_t group = 0; group < x.groups; ++group, data += GROUP4_BYTES) {
+    for (int64_t group = 0; group < x.groups; ++group, data += RUN4_BYTES) {
         Sums4::Sum sum[ROWS][VECTORS];
         EACH_ROW EACH_VECTOR sum[row][v] = Sums4::Sum{};
         const uint8_t* from = data + 4 * PANEL + part * 4;
-        for (int64_t k = group * GROUP4; k < (group + 1) * GROUP4; k += 8, from += PANEL * 4) {
+        for (int64_t k = group * GROUP; k < (group + 1) * GROUP; k += 8, from += PANEL * 4) {
             B eight[VECTORS];
             Sums4::Weight weight[VECTORS];
             ahead.step(from);
@@ -320,14 +323,14 @@ __attribute__((noinline)) void tile4(const Quantised& x, int64_t first, const ui
 // The tiles of each width of weights.
 struct Eight {
     static constexpr int TALL = TALL8;
-    static constexpr int64_t BYTES = GROUP8_BYTES;
+    static constexpr int64_t RUN = RUN8, BYTES = RUN8_BYTES;
     static constexpr int width(int rows) { return width8(rows); }
     template <int ROWS>
     static constexpr auto tile = tile8<ROWS>;
 };
 struct Four {
     static constexpr int TALL = TALL4;
-    static constexpr int64_t BYTES = GROUP4_BYTES;
+    static constexpr int64_t RUN = RUN4, BYTES = RUN4_BYTES;
     static constexpr int width(int rows) { return width4(rows); }
     template <int ROWS>
     static constexpr auto tile = tile4<ROWS>;
@@ -338,7 +341,7 @@ template <typename Kind, int ROWS>
 void panels_whole(const Quantised& x, int64_t row, int64_t count, const Whole& w, float* out, int64_t out_stride,
                   int64_t first, int64_t last) {
     constexpr int WIDE = Kind::width(ROWS);
-    const int64_t panel_bytes = x.groups * Kind::BYTES;
+    const int64_t panel_bytes = x.groups * GROUP / Kind::RUN * Kind::BYTES;
     for (int64_t panel = first; panel < last; ++panel)
         for (int part = 0; part < ACROSS; part += WIDE) {
             const int64_t column = panel * PANEL + part * LANES, columns = w.out - column;
@@ -417,12 +420,11 @@ void quantise_group(const float* x, int64_t count, T* to, float& scale, int32_t&
 }
 
 template <typename T>
-void quantise_as(const float* x, int64_t x_stride, int64_t in, int64_t size, const Quantised& to, int64_t begin,
-                 int64_t end) {
+void quantise_as(const float* x, int64_t x_stride, int64_t in, const Quantised& to, int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
         T* values = static_cast<T*>(to.values) + row * to.stride;
         for (int64_t group = 0; group < to.groups; ++group) {
-            const int64_t from = group * size, count = in - from < size ? in - from : size;
+            const int64_t from = group * GROUP, left = in - from, count = left < 0 ? 0 : left < GROUP ? left : GROUP;
             quantise_group(x + row * x_stride + from, count, values + from, to.scales[row * to.groups + group],
                            to.sums[row * to.groups + group]);
         }
@@ -430,12 +432,11 @@ void quantise_as(const float* x, int64_t x_stride, int64_t in, int64_t size, con
     }
 }
 
-void quantise(const float* x, int64_t x_stride, int64_t in, int64_t size, const Quantised& to, bool wide, int64_t begin,
-              int64_t end) {
+void quantise(const float* x, int64_t x_stride, int64_t in, const Quantised& to, bool wide, int64_t begin, int64_t end) {
     if (wide)
-        quantise_as<int16_t>(x, x_stride, in, size, to, begin, end);
+        quantise_as<int16_t>(x, x_stride, in, to, begin, end);
     else
-        quantise_as<int8_t>(x, x_stride, in, size, to, begin, end);
+        quantise_as<int8_t>(x, x_stride, in, to, begin, end);
 }
 
 }  // namespace

@@ -9,8 +9,7 @@ import torch
 from evenflow.kernels import cpu
 from evenflow.kernels.packed import PANEL
 from evenflow.kernels.quantised import (
-    GROUP4,
-    GROUP8,
+    GROUP,
     Int4Linear,
     Int4Weight,
     Int8Linear,
@@ -74,9 +73,8 @@ def apart(x: Tensor, gap: int) -> Tensor:
 def exact(bits: int, weight: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """The product of the rounded weights and activations in float64, and the sum of its terms' sizes."""
     rounded = (quantise8(weight) if bits == 8 else quantise4(weight)).dequantised().double()
-    size = GROUP8 if bits == 8 else GROUP4
     parts: list[Tensor] = []
-    for part in x.split(size, 1):
+    for part in x.split(GROUP, 1):
         largest = part.abs().amax(1, keepdim=True)
         inverse = torch.where(largest > 0, 127.0 / largest, 0.0)
         parts.append((part * inverse).round().double() * (largest / 127.0).double())
@@ -101,7 +99,7 @@ def test_equals_float64_and_torch(
         wanted += bias
         terms += bias.abs()
     # Minima and scales take two roundings and an addition a group; their terms may cancel.
-    groups = -(-inputs // GROUP4)
+    groups = -(-inputs // GROUP)
     bound = (terms + 16 * x.abs().sum(1, keepdim=True)) * (4 * groups + 4) * 2.0**-24
     assert bool(((found.double() - wanted).abs() <= bound).all())
     assert torch.equal(found, plain_layer(bits, weight, bias)(x))
@@ -147,7 +145,7 @@ def test_the_largest_sums_fit(level: str) -> None:
     for sign in (-1, 1):
         x = torch.full((3, 192), 127.0 * sign)
         for each in (-127, 127):
-            eight = Int8Weight(torch.full((50, 192), each, dtype=torch.int8), torch.ones(50, 3))
+            eight = Int8Weight(torch.full((50, 192), each, dtype=torch.int8), torch.ones(50, 6, dtype=torch.float16))
             assert torch.equal(Int8Linear(eight)(x), torch.full((3, 50), 127.0 * each * 192 * sign))
         ones, none = torch.ones(50, 6, dtype=torch.float16), torch.zeros(50, 6, dtype=torch.float16)
         four = Int4Weight(torch.full((50, 192), 15, dtype=torch.uint8), ones, none)
@@ -185,20 +183,20 @@ def test_what_is_lost_by_rounding() -> None:
     """8 bits: half a step of 1/127 of a group's largest at most. 4 bits: the best of several ranges."""
     weight = draw(0, 100, 640)
     lost = (quantise8(weight).dequantised() - weight).abs()
-    largest = weight.abs().view(100, -1, GROUP8).amax(2).repeat_interleave(GROUP8, 1)
-    assert bool((lost <= largest / 127 * 0.5001).all())
+    largest = weight.abs().view(100, -1, GROUP).amax(2).repeat_interleave(GROUP, 1)
+    assert bool((lost <= largest / 127 * 0.5005).all())
     assert 0.05 < relative_error(weight, quantise4(weight).dequantised()) < 0.09
     # What 4 bits can hold, they do hold.
     steps = torch.arange(16, dtype=torch.float32).repeat(2)[None] * 0.25 - 1.5
     assert torch.equal(quantise4(steps).dequantised(), steps)
     for same in (torch.zeros(3, 40), torch.full((3, 40), 0.75)):
         assert torch.equal(quantise4(same).dequantised(), same)
-        assert torch.allclose(quantise8(same).dequantised(), same)
+        assert torch.allclose(quantise8(same).dequantised(), same, rtol=2.0**-11)
 
 
 def test_weights_take_the_bytes_they_promise() -> None:
     weight = draw(0, 480, 640)
-    assert layer_of(8, weight).num_bytes == 480 * 640 + 480 * 10 * 4
+    assert layer_of(8, weight).num_bytes == 480 * 640 + 480 * 20 * 2
     assert layer_of(4, weight).num_bytes == 480 * 640 // 2 + 480 * 20 * 4
 
 

@@ -312,22 +312,22 @@ float half(uint16_t& bits) {
 template <typename T>
 void check_whole(bool four) {
     const int64_t rows = between(1, 14), in = between(1, 200), out = between(1, 150), panels = (out + PANEL - 1) / PANEL;
-    const int64_t size = four ? GROUP4 : GROUP8, groups = (in + size - 1) / size, x_stride = in + between(0, 4);
+    const int64_t run = four ? RUN4 : RUN8, groups = (in + run - 1) / run * run / GROUP, x_stride = in + between(0, 4);
     const int64_t out_stride = out + between(0, 4);
     const bool biased = maybe();
     Memory<float> x(rows * x_stride), y(rows * out_stride), bias(out), scales(rows * groups);
     Memory<int32_t> sums(rows * groups);
-    Memory<T> values(rows * groups * size);
+    Memory<T> values(rows * groups * GROUP);
     fill(x), fill(bias);
     if (maybe())
         for (int64_t k = 0; k < in; ++k) x[k] = 0;
-    const Quantised q{values.at(), scales.at(), sums.at(), groups * size, groups};
-    CHECKED.quantise(x.at(), x_stride, in, size, q, sizeof(T) == 2, 0, rows);
+    const Quantised q{values.at(), scales.at(), sums.at(), groups * GROUP, groups};
+    CHECKED.quantise(x.at(), x_stride, in, q, sizeof(T) == 2, 0, rows);
     for (int64_t row = 0; row < rows; ++row)
         for (int64_t group = 0; group < groups; ++group) {
             int64_t sum = 0;
-            for (int64_t k = group * size; k < (group + 1) * size; ++k) {
-                const T value = values[row * groups * size + k];
+            for (int64_t k = group * GROUP; k < (group + 1) * GROUP; ++k) {
+                const T value = values[row * groups * GROUP + k];
                 sum += value;
                 const double scale = scales[row * groups + group];
                 const double expected = k < in ? x[row * x_stride + k] : 0.0f;
@@ -337,14 +337,14 @@ void check_whole(bool four) {
         }
     expect_intact("quantise", values), expect_intact("quantise", scales), expect_intact("quantise", sums);
 
-    const int64_t bytes = PANEL * (four ? 4 + GROUP4 / 2 : 4 + GROUP8);
-    Memory<uint8_t> data(panels * groups * bytes);
-    std::vector<double> weights(panels * PANEL * groups * size);
+    const int64_t bytes = PANEL * (four ? 4 + RUN4 / 2 : 4 + RUN8), width = run / GROUP;
+    Memory<uint8_t> data(panels * groups / width * bytes);
+    std::vector<double> weights(panels * PANEL * groups * GROUP);
     for (int64_t panel = 0; panel < panels; ++panel)
         for (int64_t group = 0; group < groups; ++group) {
-            uint8_t* to = data.at() + (panel * groups + group) * bytes;
+            uint8_t* to = data.at() + (panel * groups + group) / width * bytes;
             for (int64_t column = 0; column < PANEL; ++column) {
-                double* of = weights.data() + ((panel * PANEL + column) * groups + group) * size;
+                double* of = weights.data() + ((panel * PANEL + column) * groups + group) * GROUP;
                 if (four) {
                     uint16_t bits;
                     const double scale = half(bits);
@@ -352,19 +352,20 @@ void check_whole(bool four) {
                     const double least = -half(bits);
                     bits |= 0x8000;
                     std::memcpy(to + 2 * (PANEL + column), &bits, 2);
-                    for (int64_t k = 0; k < size; ++k) {
+                    for (int64_t k = 0; k < GROUP; ++k) {
                         const auto number = static_cast<uint8_t>(between(0, 15));
                         uint8_t& byte = to[4 * PANEL + k / 8 * 4 * PANEL + column * 4 + k % 4];
                         byte = k % 8 < 4 ? number : static_cast<uint8_t>(byte | number << 4);
                         of[k] = number * scale + least;
                     }
                 } else {
-                    const float scale = std::fabs(normal()) / 100;
-                    std::memcpy(to + 4 * column, &scale, 4);
-                    for (int64_t k = 0; k < size; ++k) {
+                    uint16_t bits;
+                    const double scale = half(bits);
+                    std::memcpy(to + 2 * (group % 2 * PANEL + column), &bits, 2);
+                    for (int64_t k = 0; k < GROUP; ++k) {
                         const auto number = static_cast<uint8_t>(between(0, 255));
-                        to[4 * PANEL + k / 4 * 4 * PANEL + column * 4 + k % 4] = number;
-                        of[k] = (number - 128) * static_cast<double>(scale);
+                        to[PANEL * (4 + group % 2 * GROUP) + k / 4 * 4 * PANEL + column * 4 + k % 4] = number;
+                        of[k] = (number - 128) * scale;
                     }
                 }
             }
@@ -377,9 +378,9 @@ void check_whole(bool four) {
     for (int64_t row = 0; row < rows; ++row) {
         for (int64_t column = 0; column < out; ++column) {
             double sum = biased ? bias[column] : 0, most = std::fabs(sum);
-            for (int64_t k = 0; k < groups * size; ++k) {
-                const double scale = scales[row * groups + k / size];
-                const double term = values[row * groups * size + k] * scale * weights[column * groups * size + k];
+            for (int64_t k = 0; k < groups * GROUP; ++k) {
+                const double scale = scales[row * groups + k / GROUP];
+                const double term = values[row * groups * GROUP + k] * scale * weights[column * groups * GROUP + k];
                 sum += term, most += std::fabs(term);
             }
             const char* name = four ? "matmul4" : "matmul8";
