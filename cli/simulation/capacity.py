@@ -75,7 +75,7 @@ def run_capacity(
             "capacity": found.rate,
             "interval": found.interval,
             "rates": found.rates,
-            "extrapolated_iterations": found.extrapolated,
+            "extrapolated_share": found.extrapolated,
             "verdicts": [{"seed": seed, **asdict(verdict)} for seed, verdict in verdicts],
         }
         print(msgspec.json.format(msgspec.json.encode(told), indent=2).decode())
@@ -155,7 +155,7 @@ def run_tune(
                     "token_budget": point.budget,
                     "capacity": point.capacity.rate,
                     "interval": point.capacity.interval,
-                    "extrapolated_iterations": point.capacity.extrapolated,
+                    "extrapolated_share": point.capacity.extrapolated,
                 }
                 for point in curve
             ],

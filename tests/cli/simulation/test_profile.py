@@ -80,7 +80,7 @@ def test_a_capacity_that_rests_on_what_was_not_measured_says_so(tmp_path: Path) 
         "capacity", "--token-budget", "128"
     )
     curve = json.loads(told("tune", "--budgets", "64,128", "--json"))["curve"]
-    assert curve[0]["extrapolated_iterations"] == 0 < curve[1]["extrapolated_iterations"] <= 1
+    assert curve[0]["extrapolated_share"] == 0 < curve[1]["extrapolated_share"] <= 1
 
 
 def test_as_json(capsys: pytest.CaptureFixture[str]) -> None:
