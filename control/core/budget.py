@@ -44,6 +44,8 @@ SHARE = 0.25
 TURN, PATIENCE = 16, 256
 #: Nothing is known of iterations much larger than any measured: they may be this many times as large.
 TRUST = 2
+#: Precision to which the seconds are sought that chunks of doubtful cost may take: spare ones, halved so often.
+_HALVINGS = 6
 #: Tokens of an iteration that need no measurement.
 FIRST_TRUST = 64
 
@@ -273,10 +275,7 @@ class Budget:
         if spare >= least:
             self._waited = 0
             self.admits = spare >= self.chunk_s(start, 0) or self.kept_out >= PATIENCE
-            tokens = self.chunk_tokens(spare, computed)
-            batch = Features(tokens, attention_work(computed, tokens), decodes, kv_tokens)
-            # What is not known well is taken to be the longer.
-            self.seconds = max(spare - self.model.doubt(batch), least)
+            self.seconds = max(self._certain(spare, computed, decodes, kv_tokens), least)
             if self._hurries and hurried is not None:
                 self._spread(base, computed, hurried)
             return True
@@ -297,6 +296,26 @@ class Budget:
         self.tokens = max(self.chunk_tokens(room, computed), first)
         self.seconds = self.chunk_s(self.tokens, computed)
         return True
+
+    def _certain(self, spare: float, computed: int, decodes: int, kv_tokens: int) -> float:
+        """Seconds for chunks, out of ``spare`` ones, since what is not known well is taken to be the longer."""
+        certain = spare - self._doubt(spare, computed, decodes, kv_tokens)
+        if certain >= 0.5 * spare:
+            return certain
+        # Of so large a batch little is known, but that says nothing of a smaller one.
+        certain, most = 0.0, spare
+        for _ in range(_HALVINGS):
+            middle = 0.5 * (certain + most)
+            if middle + self._doubt(middle, computed, decodes, kv_tokens) <= spare:
+                certain = middle
+            else:
+                most = middle
+        return certain
+
+    def _doubt(self, seconds: float, computed: int, decodes: int, kv_tokens: int) -> float:
+        """Seconds by which an iteration may be longer than predicted, with chunks of ``seconds``."""
+        tokens = self.chunk_tokens(seconds, computed)
+        return self.model.doubt(Features(tokens, attention_work(computed, tokens), decodes, kv_tokens))
 
     def _spread(self, base: float, computed: int, hurry: Hurry) -> None:
         """With a target for the first token, prefill that is not urgent takes half the room: decodes are the evener.

@@ -5,6 +5,8 @@ from statistics import median
 
 import pytest
 from evenflow.control.core.budget import EVERY, PATIENCE, TURN
+from evenflow.control.core.events import Limits
+from evenflow.control.core.slo import parse_slo
 from evenflow.control.core.timing import Features
 from slo_device import LAWS, budget_of, busy, device, held, scaled
 from timed_device import TimedDevice, keep_busy, profile_of
@@ -383,3 +385,24 @@ def test_prefill_that_is_believed_to_take_no_time_is_read_all_the_same(decodes: 
     assert budget.open(decodes, decodes, 0)
     assert budget.chunk_tokens(budget.seconds, 0) == budget.tokens > 0
     assert budget.chunk_tokens(-1e-9, 0) == 0
+
+
+def test_what_is_not_known_of_huge_chunks_does_not_keep_smaller_ones_back() -> None:
+    """On a quick device with room for 8,000 tokens an iteration, the doubt about so large a chunk is more than all
+    time there is. Requests then waited three seconds for their first tokens, though half the device was idle."""
+    limits = Limits(
+        token_budget=12_288,
+        max_num_seqs=4096,
+        max_model_len=8192,
+        prefix_caching=False,
+        slo=parse_slo("100ms"),
+    )
+    server = TimedDevice(limits, lambda stage, now: lambda f: 0.01 + 2.44e-6 * (f.prefill + f.decodes))
+    arrivals = [key / 320 for key in range(2048)]
+    for key, at in enumerate(arrivals):
+        server.submit(key, 512, 256, at)
+    server.run(20.0)
+    waits = [server.seen.requests[key].first - at for key, at in enumerate(arrivals)]
+    assert min(waits) > 0.0
+    assert max(waits) < 0.5
+    assert held(server, 0.5) >= 0.99
