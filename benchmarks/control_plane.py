@@ -61,7 +61,7 @@ GOAL_PLAN_RATIO = 40.0
 #: Four lanes cost less than this share of one, and four times the sequences less than four times as much.
 GOAL_LANES = 0.5
 TENANTS = 8
-#: What an iteration takes without tokens, and in the steady load.
+#: What an iteration takes without tokens, and in the steady load, on all stages together.
 LEAST_S, STEP_S = 0.01, 0.025
 #: All that can be asked of the core.
 EVERYTHING = {"admission": "fair", "slo": parse_slo("interactive=100ms,relaxed=1s")}
@@ -130,7 +130,7 @@ class Load:
         if self.plans:
             oldest = self.plans.popleft()
             plan = oldest.plan
-            seconds = LEAST_S + (STEP_S - LEAST_S) * oldest.tokens / self.tokens
+            seconds = (LEAST_S + (STEP_S - LEAST_S) * oldest.tokens / self.tokens) / self.stages
             self.now += seconds
             highest = 8 * len(plan.decodes)
             for slot in array("H", plan.chunk_slots):

@@ -116,7 +116,7 @@ class Budget:
         self.margin = Margin()
         self._stages = stages
         self._unit = min(found.tbt for found in slo.classes)
-        self._hurries = any(found.ttft < inf for found in slo.classes)
+        self.hurries = any(found.ttft < inf for found in slo.classes)
         self._round = Estimator([self._unit, _GAP_S * stages], 0.1)
         self._trusted = FIRST_TRUST
         self._counts: dict[float, int] = {}
@@ -127,6 +127,7 @@ class Budget:
         self._withholds = False  #: prefill waits
         self._overloaded = False  #: its decodes alone miss the target
         self._planned: list[float] = []  #: predicted seconds of the newest plans since none was out
+        self._rounds: list[tuple[float, float, int]] | None = None  #: what follows from them, if it was asked for
         self._results = 0
         self._measured: list[float] = []  #: seconds of the newest results, and what was predicted of them
         self._predicted: list[float] = []
@@ -139,6 +140,7 @@ class Budget:
         self._waited = self.kept_out = 0
         self._holds = 0.0
         self._planned, self._measured, self._predicted = [], [], []
+        self._rounds = None
         self._ticks = [None] * self._stages
 
     def fit(self, samples: list[tuple[Features, float]]) -> None:
@@ -188,28 +190,34 @@ class Budget:
         coefficients = self._round.coefficients
         ratio = max(coefficients[0] / self._unit, 0.5)
         most = (target / (1.0 + margin) - coefficients[1]) / ratio
-        stages, planned = self._stages, self._planned
+        stages = self._stages
         if stages == 1:
             return most
+        if self._rounds is None:
+            self._rounds = self._under_way()
         least = inf
-        for before in range(stages):
-            # The round that began so many plans ago.
-            if before > len(planned):
-                break
+        for total, knee, count in self._rounds:
+            seconds = (most - total) / count
+            if seconds > knee:
+                seconds = knee + (most - total - count * knee) / (count + stages - 1)
+            if seconds < least:
+                least = seconds
+        return least
+
+    def _under_way(self) -> list[tuple[float, float, int]]:
+        """Of each round that the next iteration is part of, by how many plans ago it began: seconds of the iterations
+        planned so far, those that one more may take without slowing the pipeline, and iterations to come."""
+        stages, planned = self._stages, self._planned
+        found: list[tuple[float, float, int]] = []
+        for before in range(min(stages, len(planned) + 1)):
             start = len(planned) - before
             total = sum(planned[start:])
             longest = max(planned[start:], default=0.0)
             pace = max(planned[max(0, start - stages) : start], default=0.0)
             if longest > pace:
                 total += (stages - 1) * (longest - pace)
-            count = stages - before
-            seconds = (most - total) / count
-            knee = max(longest, pace)
-            if seconds > knee:
-                seconds = knee + (most - total - count * knee) / (count + stages - 1)
-            if seconds < least:
-                least = seconds
-        return least
+            found.append((total, max(longest, pace), stages - before))
+        return found
 
     def bears_moves(self, decodes: int, kv_tokens: int) -> bool:
         """Whether decodes of a lane that has these may move to others, whose turns can be almost a round later."""
@@ -276,7 +284,7 @@ class Budget:
             self._waited = 0
             self.admits = spare >= self.chunk_s(start, 0) or self.kept_out >= PATIENCE
             self.seconds = max(self._certain(spare, computed, decodes, kv_tokens), least)
-            if self._hurries and hurried is not None:
+            if hurried is not None:
                 self._spread(base, computed, hurried)
             return True
         self._overloaded = spare < 0.0
@@ -348,6 +356,7 @@ class Budget:
             self.plans_held += 1
         seconds = self.model.predict(features)
         _keep(self._planned, seconds, 2 * self._stages)
+        self._rounds = None
         return Timed(features, seconds, self.strictest, self.now, held)
 
     def _padded(self, prefill: int, decodes: int) -> int:

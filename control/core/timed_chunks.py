@@ -26,7 +26,7 @@ def timed_chunks(replica: Replica, budget: Budget, decodes: int, kv_tokens: int)
         if not prefills:
             return []
     first = prefills[0].computed if prefills else 0
-    if not budget.open(decodes, kv_tokens, first, bool(prefills), _hurry(replica)):
+    if not budget.open(decodes, kv_tokens, first, bool(prefills), _hurry(replica) if budget.hurries else None):
         return []
     left = budget.seconds
     kept = left
