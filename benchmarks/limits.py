@@ -1,11 +1,12 @@
 """How far from the machine's limits are the CPU kernels, and whole iterations of SmolLM2-135M?
 
-Three rates are measured: bytes read from memory (sums over parts of 256 MiB), and operations of a large product in
-float32 and of one of whole numbers in 8 bits (torch's own library). The limit of a kernel or an iteration is the
-longer of what its bytes and its operations take at these rates; ``ratio`` is the part of the limit that it reaches.
-Weights in 8 and 4 bits are multiplied as whole numbers, at the quicker of the two rates of products. Weights are read
-from memory, not from a cache: each call has others. ``product_against_onednn`` compares the packed product with
-oneDNN's float32 product of the same values.
+The rates that are measured: bytes read from memory (sums over parts of 256 MiB), and operations of a large product
+in float32, in bfloat16 if the processor multiplies that, and of one of whole numbers in 8 bits (torch's own library).
+The limit of a kernel or an iteration is the longer of what its bytes and its operations take at these rates;
+``ratio`` is the part of the limit that it reaches. Weights in bfloat16, and weights in 8 and 4 bits as whole numbers,
+are held to multiply at the quicker of their own rate and that of float32; an iteration in bfloat16 has its attention
+at that, too. Weights are read from memory, not from a cache: each call has others. ``product_against_onednn``
+compares the packed product with oneDNN's of the same values, in bfloat16 if the processor multiplies that.
 
 Rates are measured anew in every repetition, beside what they are compared with. Within one, the quickest of a few
 calls counts, since other programs can only slow a call down; of the repetitions the median counts.
@@ -37,7 +38,7 @@ from evenflow.dataplane.weights import open_model
 from evenflow.kernels import cpu
 from evenflow.kernels.attention import AttnBatch
 from evenflow.kernels.attention_native import NativeAttention
-from evenflow.kernels.linear import Linear
+from evenflow.kernels.linear import Linear, multiplies_bfloat16
 from evenflow.kernels.packed import PackedLinear
 from evenflow.kernels.quantised import GROUP, Int4Linear, Int8Linear, quantise4, quantise8
 from report import Report, Row
@@ -147,17 +148,24 @@ def repetition(runners: dict[str, ModelRunner], config: LlamaConfig, quick: bool
     left, right = torch.randn(SIDE, SIDE), torch.randn(SIDE, SIDE)
     read = timed([lambda part=part: part.sum() for part in parts]) * PARTS
     product = timed([lambda: left @ right] * PARTS)
+    narrow = product
+    if multiplies_bfloat16():
+        left16, right16 = left.to(torch.bfloat16), right.to(torch.bfloat16)
+        narrow = timed([lambda: left16 @ right16] * PARTS)
+        found.add(("matrix_rate", (("dtype", "bfloat16"),)), narrow)
     ones, others = torch.ones(SIDE, SIDE, dtype=torch.int8), torch.ones(SIDE, SIDE, dtype=torch.int8)
     whole = timed([lambda: torch.ops.aten._int_mm(ones, others)] * PARTS)
     found.add(("bandwidth", ()), read)
     found.add(("matrix_rate", (("dtype", "float32"),)), product)
     found.add(("matrix_rate", (("dtype", "int8"),)), whole)
 
-    def share(seconds: float, cost: Cost, quickest: float = product) -> float:
-        computing = (cost.products * quickest + cost.attention * product) / (2 * SIDE**3)
+    quickest = {"bfloat16": min(product, narrow), "int8": min(product, whole), "int4": min(product, whole)}
+
+    def share(seconds: float, cost: Cost, dtype: str = "float32") -> float:
+        attending = quickest["bfloat16"] if dtype == "bfloat16" else product
+        computing = (cost.products * quickest.get(dtype, product) + cost.attention * attending) / (2 * SIDE**3)
         return max(cost.read * read / READ_BYTES, computing) / seconds
 
-    quickest = {"int8": min(product, whole), "int4": min(product, whole)}
     generator = torch.Generator().manual_seed(0)
     for out, inputs in SHAPES[2:4] if quick else SHAPES:
         weight = torch.randn(out, inputs, generator=generator).to(torch.bfloat16)
@@ -166,7 +174,8 @@ def repetition(runners: dict[str, ModelRunner], config: LlamaConfig, quick: bool
             size = one.packed.nbytes
             copies = max(2, (READ_BYTES // 4) // size)
             layers = [one, *(linear(dtype, weight) for _ in range(copies - 1))]
-            onednn = [Linear(weight.float()) for _ in range(copies)] if dtype == "bfloat16" else []
+            theirs_in = torch.bfloat16 if multiplies_bfloat16() else torch.float32
+            onednn = [Linear(weight.to(theirs_in)) for _ in range(copies)] if dtype == "bfloat16" else []
             for rows in ROWS:
                 if rows > 32 and out > 10_000:
                     continue
@@ -174,9 +183,10 @@ def repetition(runners: dict[str, ModelRunner], config: LlamaConfig, quick: bool
                 case = (("weight", f"{out}x{inputs}"), ("dtype", dtype), ("rows", rows))
                 seconds = timed([lambda p=p, x=x: p(x) for p in layers])
                 cost = Cost(size, 2 * rows * out * inputs)
-                found.add(("product", case), seconds, share(seconds, cost, quickest.get(dtype, product)))
+                found.add(("product", case), seconds, share(seconds, cost, dtype))
                 if onednn:
-                    theirs = timed([lambda o=o, x=x: o(x) for o in onednn])
+                    given = x.to(theirs_in)
+                    theirs = timed([lambda o=o, x=given: o(x) for o in onednn])
                     found.add(("product_against_onednn", case), seconds, theirs / seconds)
     for shape in BATCHES:
         case = (("rows", shape.rows), ("tokens", shape.each), ("context", shape.context))
@@ -186,7 +196,7 @@ def repetition(runners: dict[str, ModelRunner], config: LlamaConfig, quick: bool
         for dtype, runner in runners.items():
             seconds = timed([lambda r=runner, s=shape: r.rehearse(s)])
             cost = iteration_cost(shape, config, *BYTES[dtype])
-            took = share(seconds, cost, quickest.get(dtype, product))
+            took = share(seconds, cost, dtype)
             found.add(("iteration", (("dtype", dtype), *case)), seconds, took)
 
 
@@ -210,7 +220,7 @@ def measure(threads: int, quick: bool, results: Report) -> None:
         elif name == "matrix_rate":
             results.add(Row(name, {**dict(case), **at}, 2 * SIDE**3 / took / 1e9, "GFLOP/s"))
         else:
-            peer = "onednn float32" if name.endswith("onednn") else "limit"
+            peer = "onednn" if name.endswith("onednn") else "limit"
             ratio = median(found.shares[name, case])
             results.add(Row(name, {**dict(case), **at}, took * 1e3, "ms", peer, ratio))
 

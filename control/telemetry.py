@@ -20,11 +20,12 @@ MAX_OPEN = 1024
 class _Draft:
     """The record of an iteration that was sent and has not come back from all stages."""
 
-    __slots__ = ("record", "stages")
+    __slots__ = ("missing", "record", "stages")
 
     def __init__(self, record: IterationRecord, stages: int) -> None:
         self.record = record
         self.stages: list[StageTimes | None] = [None] * stages
+        self.missing = stages  #: of which nothing is known
 
 
 class Telemetry:
@@ -130,15 +131,17 @@ class Telemetry:
         draft = drafts.get((result.epoch, result.step))
         if draft is None or stage >= len(draft.stages):
             return None
-        record, stages = draft.record, draft.stages
+        stages = draft.stages
+        if stages[stage] is None:
+            draft.missing -= 1
         stages[stage] = StageTimes(
             result.received_us, result.started_us, result.ended_us, result.idle_us, result.starved_us
         )
+        record = draft.record
         if stage == len(stages) - 1:
             record.returned_us = int(now * 1e6)
-        told = [times for times in stages if times is not None]
-        if len(told) < len(stages):
+        if draft.missing:
             return None
         del drafts[result.epoch, result.step]
-        record.stages = told
+        record.stages = [times for times in stages if times is not None]
         return record

@@ -1,8 +1,7 @@
 """Linear layers whose rows never depend on how many rows there are.
 
-``make_linear`` chooses one of two kinds. ``PackedLinear`` (``packed``) is the C++ kernel, for products in float32:
-weights of either type are read as they are, and a row's bits are the same at every size. ``Linear`` is oneDNN, for
-products in bfloat16 where the processor has instructions for them, and for all products where there is no C++ kernel.
+``make_linear`` chooses one of two kinds. ``PackedLinear`` (``packed``) is the C++ kernel: weights of either type are
+read as they are, and a row's bits are the same at every size. ``Linear`` is oneDNN, where there is no C++ kernel.
 
 oneDNN may use another kernel, and so another order of additions, for another number of rows. So callers pad the
 number of rows to one of a few sizes (``padded_rows``), which also keeps the number of generated kernels small.
@@ -35,9 +34,15 @@ def padded_rows(rows: int, smallest: int = ROW_TILE) -> int:
     return next((size for size in _SMALL if size >= max(rows, smallest)), ROW_TILE)
 
 
+def multiplies_bfloat16() -> bool:
+    """Whether this processor has instructions for products of bfloat16."""
+    return torch.cpu._is_avx512_bf16_supported()
+
+
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type in which layers of a model in ``dtype`` are computed on this processor."""
-    if dtype is torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported():
+    """The type of what layers of a model in ``dtype`` give each other on this processor. The C++ kernels take
+    float32, which for weights in bfloat16 they round themselves where the processor multiplies that."""
+    if dtype is torch.bfloat16 and (cpu.available() or not multiplies_bfloat16()):
         return torch.float32
     return dtype
 

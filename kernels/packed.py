@@ -1,8 +1,9 @@
 """Linear layers over weights packed for the C++ matrix product (``cpu/matmul.h``).
 
 Weights stay in their own type, float32 or bfloat16, and are read once for all rows; activations, products and sums
-are float32. Every element of a result is one chain of additions over the inputs, so a row's bits never depend on how
-many rows there are, nor on threads: there is no size to pad to.
+are float32, but for activations that meet weights in bfloat16: they are rounded to that where the processor
+multiplies it. Every element of a result is one chain of additions over the inputs, so a row's bits never depend on
+how many rows there are, nor on threads: there is no size to pad to.
 """
 
 import torch

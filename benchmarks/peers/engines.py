@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 import weights
 from child import Child
 from evenflow.cli.libraries import library_env
-from evenflow.kernels.linear import compute_dtype
+from evenflow.kernels.linear import multiplies_bfloat16
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -38,7 +37,7 @@ class Engine:
 def quick_dtype() -> str:
     """What peers that compute in the type of their weights get bfloat16 weights in: products in bfloat16 take eight
     times as long as in float32 where the processor has no instructions for them."""
-    return str(compute_dtype(torch.bfloat16)).removeprefix("torch.")
+    return "bfloat16" if multiplies_bfloat16() else "float32"
 
 
 def engines(dtype: str, threads: int) -> list[Engine]:

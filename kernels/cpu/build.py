@@ -32,6 +32,7 @@ LEVELS: dict[str, dict[str, tuple[str, ...]]] = {
         "avx2": ("-mavx2", "-mfma", "-mf16c", "-DLEVEL_AVX2"),
         "avx512": (*_AVX512, "-DLEVEL_AVX512"),
         "avx512vnni": (*_AVX512, "-mavx512vnni", "-DLEVEL_VNNI"),
+        "avx512bf16": (*_AVX512, "-mavx512vnni", "-mavx512bf16", "-DLEVEL_VNNI", "-DLEVEL_BF16"),
     },
 }
 

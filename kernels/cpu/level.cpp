@@ -1,7 +1,10 @@
 // The kernels of one level, in vectors of the compiler's own (GCC and Clang).
 #include "level.h"
 
-#if defined(LEVEL_VNNI)
+#if defined(LEVEL_BF16)
+#define LEVEL avx512bf16
+#define LANES 16
+#elif defined(LEVEL_VNNI)
 #define LEVEL avx512vnni
 #define LANES 16
 #elif defined(LEVEL_AVX512)
@@ -26,7 +29,9 @@
 
 namespace evenflow {
 extern const Level NAME_OF(LEVEL);
-const Level NAME_OF(LEVEL) = {TEXT_OF(LEVEL), matmul, attend,  place,   norm,
-                              gate,           quantise, matmul8, matmul4, sizeof(Sums8::Value) == 2,
+const Level NAME_OF(LEVEL) = {TEXT_OF(LEVEL), matmul,   matmul_pairs,
+                              narrow_rows,    attend,   place,
+                              norm,           gate,     quantise,
+                              matmul8,        matmul4,  sizeof(Sums8::Value) == 2,
                               sizeof(Sums4::Value) == 2};
 }  // namespace evenflow

@@ -27,6 +27,11 @@ struct Weights {
 using Matmul = void (*)(const float* x, int64_t x_stride, int64_t rows, const Weights& weights, float* out,
                         int64_t out_stride, int64_t first, int64_t last);
 
+// Rows begin … end - 1 of x, rounded to bfloat16: rows of `to` are `stride` apart and hold a pair in each place, the last
+// filled up with a zero.
+using Narrow = void (*)(const float* x, int64_t x_stride, int64_t in, float* to, int64_t stride, int64_t begin,
+                        int64_t end);
+
 // Inputs that share a scale, for weights in 8 and in 4 bits.
 constexpr int64_t GROUP = 32;
 // Inputs that lie beside each other in packed weights: groups of 8 bits in twos, so that they begin at a cache line.
@@ -101,6 +106,9 @@ using Gate = void (*)(const float* x, int64_t x_stride, float* out, int64_t out_
 struct Level {
     const char* name;
     Matmul matmul;
+    // With weights of bfloat16, for x that was narrowed; both null where the processor has no such products.
+    Matmul matmul_pairs;
+    Narrow narrow;
     Attend attend;
     Place place;
     Norm norm;

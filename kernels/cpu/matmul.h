@@ -1,4 +1,7 @@
 // x · packed weights. Every element is one chain of additions over k, so its bits depend on nothing else.
+//
+// Where the processor multiplies pairs of bfloat16 (LEVEL_BF16), x is rounded to bfloat16 for weights of that type, and
+// such a chain takes two k at a time: twice the rate, and no weight is widened.
 #pragma once
 
 #include "panels.h"
@@ -37,13 +40,33 @@ constexpr int together(int rows) {
 #define EACH_ROW _Pragma("GCC unroll 8") for (int row = 0; row < ROWS; ++row)
 #define EACH_VECTOR _Pragma("GCC unroll 16") for (int v = 0; v < VECTORS; ++v)
 
-// The weights of one k: of bfloat16 the lower or the upper half of each pair.
-enum class Half { LOW, HIGH, NONE };
+// The weights of one k: of bfloat16 the lower or the upper half of each pair, or both, as are those of x then.
+enum class Half { LOW, HIGH, BOTH, NONE };
 template <Half HALF>
 ALWAYS F weight_at(const char* from) {
-    if constexpr (HALF == Half::NONE) return load(from);
+    if constexpr (HALF == Half::NONE || HALF == Half::BOTH) return load(from);
     return HALF == Half::LOW ? low_half(load_bits(from)) : high_half(load_bits(from));
 }
+template <Half HALF>
+ALWAYS F value_at(const float* x) {
+#if defined(LEVEL_BF16)
+    if constexpr (HALF == Half::BOTH) return (F)_mm512_set1_ps(*x);  // bits of any kind
+#endif
+    return splat(*x);
+}
+template <Half HALF>
+ALWAYS void add_at(F& sum, F value, F weight) {
+#if defined(LEVEL_BF16)
+    if constexpr (HALF == Half::BOTH) {
+        sum = (F)_mm512_dpbf16_ps((__m512)sum, (__m512bh)value, (__m512bh)weight);
+        return;
+    }
+#endif
+    add_product(sum, value, weight);
+}
+
+// Of x and the weights: float32 both, float32 and bfloat16, pairs of bfloat16 both (a pair of x has the place of a float).
+enum class Kind { FLOATS, MIXED, PAIRS };
 
 // Adds value * weight for one k of all rows and vectors, of which WIDE lie together from `from` on; what there is fewer
 // of is kept meanwhile.
@@ -52,11 +75,11 @@ ALWAYS void add(F (&sum)[ROWS][VECTORS], const float* const (&x)[ROWS], int64_t 
                 int64_t panel_bytes) {
     if constexpr (ROWS < VECTORS) {
         F value[ROWS];
-        EACH_ROW value[row] = splat(x[row][k]);
+        EACH_ROW value[row] = value_at<HALF>(x[row] + k);
         EACH_VECTOR {
             const char* at = from + v / WIDE * panel_bytes + v % WIDE * LANES * 4;
             const F weight = weight_at<HALF>(at);
-            EACH_ROW add_product(sum[row][v], value[row], weight);
+            EACH_ROW add_at<HALF>(sum[row][v], value[row], weight);
         }
     } else {
         F weight[VECTORS];
@@ -65,15 +88,15 @@ ALWAYS void add(F (&sum)[ROWS][VECTORS], const float* const (&x)[ROWS], int64_t 
             weight[v] = weight_at<HALF>(at);
         }
         EACH_ROW {
-            const F value = splat(x[row][k]);
-            EACH_VECTOR add_product(sum[row][v], value, weight[v]);
+            const F value = value_at<HALF>(x[row] + k);
+            EACH_VECTOR add_at<HALF>(sum[row][v], value, weight[v]);
         }
     }
 }
 
 // WIDE vectors of each of PANELS panels, `panel_bytes` apart, for ROWS rows. `columns`: how many exist from the first
 // on. `next` and `cold`: as for `Ahead`.
-template <int ROWS, int PANELS, bool BF16>
+template <int ROWS, int PANELS, Kind KIND>
 __attribute__((noinline)) void tile(const float* x, int64_t stride, const char* data, int64_t panel_bytes, int64_t in,
                                     const float* bias, int64_t columns, float* out, int64_t out_stride,
                                     const char* next, bool cold) {
@@ -85,7 +108,7 @@ __attribute__((noinline)) void tile(const float* x, int64_t stride, const char* 
         at[row] = x + row * stride;
         EACH_VECTOR sum[row][v] = F{};
     }
-    if constexpr (BF16) {
+    if constexpr (KIND == Kind::MIXED) {
         int64_t k = 0;
         for (; k + 1 < in; k += 2) {
             const char* from = data + k * PANEL * 2;
@@ -98,7 +121,7 @@ __attribute__((noinline)) void tile(const float* x, int64_t stride, const char* 
         for (int64_t k = 0; k < in; ++k) {
             const char* from = data + k * PANEL * 4;
             ahead.step(from, panel_bytes);
-            add<Half::NONE, ROWS, VECTORS, WIDE>(sum, at, k, from, panel_bytes);
+            add<KIND == Kind::PAIRS ? Half::BOTH : Half::NONE, ROWS, VECTORS, WIDE>(sum, at, k, from, panel_bytes);
         }
     }
     constexpr int64_t REACH = (PANELS - 1) * PANEL + WIDE * LANES;
@@ -126,7 +149,7 @@ __attribute__((noinline)) void tile(const float* x, int64_t stride, const char* 
 
 // `count` tiles of ROWS rows, one below the other, for PANELS panels. `next`: the panel after these, or null. `cold`:
 // nothing came before.
-template <int ROWS, int PANELS, bool BF16>
+template <int ROWS, int PANELS, Kind KIND>
 ALWAYS void tiles(int64_t count, const float* x, int64_t stride, const char* data, int64_t panel_bytes,
                   const Weights& w, float* out, int64_t out_stride, int64_t column, const char* next, bool cold) {
     constexpr int WIDE = width(ROWS);
@@ -136,38 +159,38 @@ ALWAYS void tiles(int64_t count, const float* x, int64_t stride, const char* dat
         const float* bias = w.bias ? w.bias + first : nullptr;
         const char* from = data + part * LANES * 4;
         for (int64_t number = 0; number < count; ++number)
-            tile<ROWS, PANELS, BF16>(x + number * ROWS * stride, stride, from, panel_bytes, w.in, bias, columns,
+            tile<ROWS, PANELS, KIND>(x + number * ROWS * stride, stride, from, panel_bytes, w.in, bias, columns,
                                      out + number * ROWS * out_stride + first, out_stride,
                                      next && !number ? next + panel_bytes / ACROSS * part : nullptr, cold && !number);
     }
 }
 
 // Panels first … last - 1 for `count` tiles of ROWS rows.
-template <int ROWS, bool BF16>
+template <int ROWS, Kind KIND>
 void panels(int64_t count, const float* x, int64_t stride, const Weights& w, float* out, int64_t out_stride,
             int64_t first, int64_t last) {
     constexpr int MOST = together(ROWS);
-    const int64_t panel_bytes = (BF16 ? (w.in + 1) / 2 : w.in) * PANEL * 4;
+    const int64_t panel_bytes = (KIND == Kind::MIXED ? (w.in + 1) / 2 : w.in) * PANEL * 4;
     for (int64_t panel = first; panel < last;) {
         const char* data = static_cast<const char*>(w.data) + panel * panel_bytes;
         const char* next = panel + 1 < last ? data + panel_bytes : nullptr;
         if (MOST == 1 || panel + MOST > last) {
-            tiles<ROWS, 1, BF16>(count, x, stride, data, panel_bytes, w, out, out_stride, panel * PANEL, next,
+            tiles<ROWS, 1, KIND>(count, x, stride, data, panel_bytes, w, out, out_stride, panel * PANEL, next,
                                  panel == first);
             ++panel;
         } else {
-            tiles<ROWS, MOST, BF16>(count, x, stride, data, panel_bytes, w, out, out_stride, panel * PANEL, next,
+            tiles<ROWS, MOST, KIND>(count, x, stride, data, panel_bytes, w, out, out_stride, panel * PANEL, next,
                                     panel == first);
             panel += MOST;
         }
     }
 }
 
-template <bool BF16>
+template <Kind KIND>
 void rows_of(int64_t height, int64_t count, const float* x, int64_t stride, const Weights& w, float* out,
              int64_t out_stride, int64_t first, int64_t last) {
 #define OF(ROWS) \
-    case ROWS: return panels<ROWS, BF16>(count, x, stride, w, out, out_stride, first, last);
+    case ROWS: return panels<ROWS, KIND>(count, x, stride, w, out, out_stride, first, last);
     switch (height) {
         OF(1) OF(2) OF(3) OF(4) OF(5) OF(6)
 #if LANES == 16
@@ -177,17 +200,43 @@ void rows_of(int64_t height, int64_t count, const float* x, int64_t stride, cons
 #undef OF
 }
 
-template <bool BF16>
+template <Kind KIND>
 void matmul_as(const float* x, int64_t stride, int64_t rows, const Weights& w, float* out, int64_t out_stride,
                int64_t first, int64_t last) {
     each_height(rows, TALL, [&](int64_t from, int64_t height, int64_t count) {
-        rows_of<BF16>(height, count, x + from * stride, stride, w, out + from * out_stride, out_stride, first, last);
+        rows_of<KIND>(height, count, x + from * stride, stride, w, out + from * out_stride, out_stride, first, last);
     });
 }
 
 void matmul(const float* x, int64_t stride, int64_t rows, const Weights& w, float* out, int64_t out_stride,
             int64_t first, int64_t last) {
-    (w.bf16 ? matmul_as<true> : matmul_as<false>)(x, stride, rows, w, out, out_stride, first, last);
+    (w.bf16 ? matmul_as<Kind::MIXED> : matmul_as<Kind::FLOATS>)(x, stride, rows, w, out, out_stride, first, last);
 }
+
+#if defined(LEVEL_BF16)
+void matmul_pairs(const float* x, int64_t stride, int64_t rows, const Weights& w, float* out, int64_t out_stride,
+                  int64_t first, int64_t last) {
+    Weights of_pairs = w;
+    of_pairs.in = (w.in + 1) / 2;
+    matmul_as<Kind::PAIRS>(x, stride, rows, of_pairs, out, out_stride, first, last);
+}
+
+void narrow_rows(const float* x, int64_t x_stride, int64_t in, float* to, int64_t stride, int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+        const float* from = x + row * x_stride;
+        char* at = reinterpret_cast<char*>(to + row * stride);
+        for (int64_t k = 0; k < in; k += LANES, at += 2 * LANES) {
+            const int64_t left = in - k, pair = left + (left & 1);
+            const __mmask16 there = left < LANES ? (1u << left) - 1 : 0xffff;
+            const __mmask16 written = pair < LANES ? (1u << pair) - 1 : 0xffff;
+            const __m256bh rounded = _mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(there, from + k));
+            _mm256_mask_storeu_epi16(at, written, (__m256i)rounded);
+        }
+    }
+}
+#else
+constexpr evenflow::Matmul matmul_pairs = nullptr;
+constexpr evenflow::Narrow narrow_rows = nullptr;
+#endif
 
 }  // namespace

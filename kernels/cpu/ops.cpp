@@ -18,7 +18,7 @@ namespace evenflow {
 
 extern const Level level_baseline;
 #if defined(__x86_64__)
-extern const Level level_avx2, level_avx512, level_avx512vnni;
+extern const Level level_avx2, level_avx512, level_avx512vnni, level_avx512bf16;
 #endif
 
 namespace {
@@ -35,7 +35,10 @@ std::vector<const Level*> supported() {
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
         levels.push_back(&level_avx512);
-        if (__builtin_cpu_supports("avx512vnni")) levels.push_back(&level_avx512vnni);
+        if (__builtin_cpu_supports("avx512vnni")) {
+            levels.push_back(&level_avx512vnni);
+            if (__builtin_cpu_supports("avx512bf16")) levels.push_back(&level_avx512bf16);
+        }
     }
 #endif
     return levels;
@@ -59,40 +62,6 @@ float* scratch(int64_t floats) {
 
 // Rows whose activations stay in the second-level cache while panels pass by, a multiple of every tile's height.
 constexpr int64_t CACHED_BYTES = 384 << 10, ROWS_STEP = 24;
-
-void matmul(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, Tensor out) {
-    const bool bf16 = packed.scalar_type() == ScalarType::BFloat16;
-    STD_TORCH_CHECK(bf16 || packed.scalar_type() == ScalarType::Float, "weights must be float32 or bfloat16");
-    STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float && out.scalar_type() == ScalarType::Float,
-                    "activations and results must be float32");
-    STD_TORCH_CHECK(x.dim() == 2 && out.dim() == 2 && x.size(0) == out.size(0), "rows of x and out must agree");
-    const int64_t rows = x.size(0), in = x.size(1), columns = out.size(1), panels = (columns + PANEL - 1) / PANEL;
-    STD_TORCH_CHECK(packed.is_contiguous() && packed.numel() == panels * PANEL * (bf16 ? (in + 1) / 2 * 2 : in),
-                    "packed weights are not those of these shapes");
-    STD_TORCH_CHECK((x.stride(1) == 1 || in <= 1) && (out.stride(1) == 1 || columns <= 1),
-                    "rows must be contiguous");
-    STD_TORCH_CHECK(!bias || (bias->scalar_type() == ScalarType::Float && bias->is_contiguous() &&
-                              bias->numel() == columns),
-                    "the bias must be float32[out]");
-    if (rows == 0 || columns == 0) return;
-    const Weights weights{packed.const_data_ptr(), bias ? bias->const_data_ptr<float>() : nullptr, columns, in, bf16};
-    const float* from = x.const_data_ptr<float>();
-    float* to = out.mutable_data_ptr<float>();
-    const int64_t x_stride = x.stride(0), out_stride = out.stride(0);
-    const int64_t fitting = CACHED_BYTES / (std::max<int64_t>(in, 1) * 4) / ROWS_STEP * ROWS_STEP;
-    const int64_t height = std::max(fitting, 2 * ROWS_STEP);
-    const int64_t blocks = (rows + height - 1) / height;
-    const int64_t threads = torch::stable::get_num_threads();
-    // Units are smaller than a thread's share, so that a thread that loses its core does not keep the others waiting.
-    const int64_t width = std::clamp<int64_t>((panels + 3 * threads - 1) / (3 * threads), 1, 32);
-    const int64_t parts = (panels + width - 1) / width;
-    const Level* level = current;
-    each_unit(blocks * parts, [&](int64_t unit) {
-        const int64_t row = unit / parts * height, first = unit % parts * width;
-        level->matmul(from + row * x_stride, x_stride, std::min(height, rows - row), weights, to + row * out_stride,
-                      out_stride, first, std::min(first + width, panels));
-    });
-}
 
 bool is(const Tensor& tensor, ScalarType type, int64_t dim) {
     return tensor.scalar_type() == type && tensor.dim() == dim && (dim == 0 || tensor.stride(dim - 1) == 1);
@@ -135,7 +104,8 @@ Quantised quantised(const Tensor& x, int64_t run, bool wide) {
     return result;
 }
 
-// Cuts rows and panels into units: body(row, rows, first panel, last panel).
+// Cuts rows and panels into units: body(row, rows, first panel, last panel). Units are smaller than a thread's share, so
+// that a thread that loses its core does not keep the others waiting.
 template <typename Body>
 void each_tile(int64_t rows, int64_t columns, int64_t row_bytes, const Body& body) {
     const int64_t panels = (columns + PANEL - 1) / PANEL, threads = torch::stable::get_num_threads();
@@ -146,6 +116,48 @@ void each_tile(int64_t rows, int64_t columns, int64_t row_bytes, const Body& bod
         const int64_t row = unit / parts * height, first = unit % parts * width;
         body(row, std::min(height, rows - row), first, std::min(first + width, panels));
     });
+}
+
+// The rows of x, rounded to bfloat16, in memory of the calling thread that its units share.
+const float* narrowed(const Tensor& x) {
+    thread_local std::vector<float> memory;
+    const int64_t rows = x.size(0), in = x.size(1), stride = (in + 1) / 2;
+    if (static_cast<int64_t>(memory.size()) < rows * stride) memory.resize(rows * stride);
+    const float* from = x.const_data_ptr<float>();
+    float* to = memory.data();
+    const int64_t x_stride = x.stride(0);
+    const Level* level = current;
+    each_rows(rows, in, [&](int64_t begin, int64_t end) { level->narrow(from, x_stride, in, to, stride, begin, end); });
+    return to;
+}
+
+void matmul(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, Tensor out) {
+    const bool bf16 = packed.scalar_type() == ScalarType::BFloat16;
+    STD_TORCH_CHECK(bf16 || packed.scalar_type() == ScalarType::Float, "weights must be float32 or bfloat16");
+    STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float && out.scalar_type() == ScalarType::Float,
+                    "activations and results must be float32");
+    STD_TORCH_CHECK(x.dim() == 2 && out.dim() == 2 && x.size(0) == out.size(0), "rows of x and out must agree");
+    const int64_t rows = x.size(0), in = x.size(1), columns = out.size(1), panels = (columns + PANEL - 1) / PANEL;
+    STD_TORCH_CHECK(packed.is_contiguous() && packed.numel() == panels * PANEL * (bf16 ? (in + 1) / 2 * 2 : in),
+                    "packed weights are not those of these shapes");
+    STD_TORCH_CHECK((x.stride(1) == 1 || in <= 1) && (out.stride(1) == 1 || columns <= 1),
+                    "rows must be contiguous");
+    STD_TORCH_CHECK(!bias || (bias->scalar_type() == ScalarType::Float && bias->is_contiguous() &&
+                              bias->numel() == columns),
+                    "the bias must be float32[out]");
+    if (rows == 0 || columns == 0) return;
+    const Weights weights{packed.const_data_ptr(), bias ? bias->const_data_ptr<float>() : nullptr, columns, in, bf16};
+    const Level* level = current;
+    const bool pairs = bf16 && level->narrow;
+    const float* from = pairs ? narrowed(x) : x.const_data_ptr<float>();
+    float* to = out.mutable_data_ptr<float>();
+    const int64_t x_stride = pairs ? (in + 1) / 2 : x.stride(0), out_stride = out.stride(0);
+    const Matmul multiply = pairs ? level->matmul_pairs : level->matmul;
+    each_tile(rows, columns, (pairs ? (in + 1) / 2 : in) * 4,
+              [&](int64_t row, int64_t count, int64_t first, int64_t last) {
+                  multiply(from + row * x_stride, x_stride, count, weights, to + row * out_stride, out_stride, first,
+                           last);
+              });
 }
 
 // `bytes`: of a run of one column.

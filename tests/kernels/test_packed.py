@@ -16,6 +16,8 @@ LEVELS = cpu.levels() if cpu.available() else []
 #: Around the heights of tiles, the number of panels that go together and the row count from which panels are widened.
 ROWS = st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 17, 18, 23, 24, 25, 40])
 COLUMNS = st.integers(1, 5 * PANEL + 1)
+#: The level that rounds activations to bfloat16 where weights are.
+ROUNDS = "avx512bf16"
 INPUTS = st.integers(1, 70)
 
 
@@ -53,7 +55,7 @@ def test_equals_float64(
     x = memory[:, 1 : inputs + 1]
     x.copy_(draw(seed + 2, rows, inputs))
     found = product(PackedLinear(weight, bias), x)
-    wide, exact = x.double(), weight.double()
+    wide, exact = (x.to(torch.bfloat16) if bf16 and level == ROUNDS else x).double(), weight.double()
     terms = wide.abs() @ exact.abs().T
     wanted = wide @ exact.T
     if bias is not None:
@@ -85,14 +87,29 @@ def test_a_row_has_the_same_bits_in_every_batch(level: str, dtype: torch.dtype, 
 
 
 def test_levels_with_fused_additions_agree_to_the_bit() -> None:
-    layer = PackedLinear(draw(0, 200, 333).to(torch.bfloat16), draw(1, 200))
     x = draw(2, 30, 333)
-    fused = [level for level in LEVELS if level != "baseline"]
-    results: list[Tensor] = []
-    for level in fused:
-        assert cpu.use_level(level)
-        results.append(layer(x))
-    assert all(torch.equal(results[0], result) for result in results)
+    for dtype in (torch.float32, torch.bfloat16):
+        layer = PackedLinear(draw(0, 200, 333).to(dtype), draw(1, 200))
+        results: list[Tensor] = []
+        for level in LEVELS:
+            if level != "baseline" and not (level == ROUNDS and dtype is torch.bfloat16):
+                assert cpu.use_level(level)
+                results.append(layer(x))
+        assert all(torch.equal(results[0], result) for result in results)
+
+
+@pytest.mark.skipif(ROUNDS not in LEVELS, reason="the processor does not multiply bfloat16")
+def test_what_is_rounded_before_makes_no_difference_where_activations_are_rounded() -> None:
+    """Values beyond the range of bfloat16 become infinite, NaN stays, and other rows are as they were."""
+    assert cpu.use_level(ROUNDS)
+    layer = PackedLinear(draw(0, 100, 77).to(torch.bfloat16))
+    x = draw(2, 30, 77)
+    assert torch.equal(layer(x), layer(x.to(torch.bfloat16).float()))
+    odd = x.clone()
+    odd[3, 5], odd[4, 76], odd[5, 0] = 3.4e38, torch.nan, torch.inf
+    found, wanted = layer(odd), layer(x)
+    assert not found[3:6].isfinite().any()
+    assert torch.equal(found[:3], wanted[:3]) and torch.equal(found[6:], wanted[6:])
 
 
 @settings(deadline=None, max_examples=30)
@@ -124,7 +141,7 @@ def test_wrong_operands_are_refused() -> None:
             layer.into(x, out)
 
 
-def test_layers_computed_in_float32_are_packed_and_never_padded() -> None:
+def test_layers_are_packed_and_never_padded() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         layer = make_linear(draw(0, 50, 20).to(dtype), None, torch.float32)
         assert isinstance(layer, PackedLinear)
