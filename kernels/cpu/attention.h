@@ -4,6 +4,9 @@
 // values chains over the keys; a tile changes a row's running maximum, sum and values by operations of fixed shape. A
 // key that a row does not see has the weight 0 and changes nothing. So a row's bits do not depend on the queries that
 // are computed with it, on chunks, blocks or threads.
+//
+// Where the processor multiplies pairs of bfloat16 (LEVEL_BF16), and keys and values are that, so are queries and weights:
+// chains take two dimensions, or two keys, at a time (PAIRED), the first of them even.
 #pragma once
 
 #include "level.h"
@@ -24,9 +27,50 @@ constexpr int VECTORS = 2;
 // Stands for "no key seen yet": the difference of two infinities would be no number.
 constexpr float NOTHING = -1e30f;
 
+#if defined(LEVEL_BF16)
+template <typename T>
+constexpr bool PAIRED = sizeof(T) == 2;
+#else
+template <typename T>
+constexpr bool PAIRED = false;
+#endif
+// Steps of a chain over `count` dimensions or keys.
+template <typename T>
+constexpr int64_t steps(int64_t count) { return PAIRED<T> ? (count + 1) / 2 : count; }
+
+// sum += value · line; both are bits of pairs if PAIR.
+template <bool PAIR>
+ALWAYS void add_step(F& sum, F value, F line) {
+#if defined(LEVEL_BF16)
+    if constexpr (PAIR) {
+        sum = (F)_mm512_dpbf16_ps((__m512)sum, (__m512bh)value, (__m512bh)line);
+        return;
+    }
+#endif
+    sum += value * line;
+}
+template <bool PAIR>
+ALWAYS F everywhere(const float* at) {
+#if defined(LEVEL_BF16)
+    if constexpr (PAIR) return (F)_mm512_set1_ps(*at);  // bits of any kind
+#endif
+    return splat(*at);
+}
+// LANES values of two rows, as pairs; without the other row, beside zeros.
+ALWAYS F load_pairs(const uint16_t* one, const uint16_t* other) {
+    const U low = (U)load_wide(one) >> 16;
+    return (F)(other ? low | (U)load_wide(other) : low);
+}
+// 2 * LANES values of two rows, as pairs: those of even and of odd places.
+ALWAYS void load_two_pairs(const uint16_t* one, const uint16_t* other, F& even, F& odd) {
+    const U first = load_bits(one), second = other ? load_bits(other) : U{};
+    even = (F)((first & 0xffffu) | second << 16), odd = (F)(first >> 16 | (second & 0xffff0000u));
+}
+ALWAYS uint32_t pair_of(uint16_t one, uint16_t other) { return (uint32_t)other << 16 | one; }
+
 // to[row, :] (+)= from[row, :count] · table[:count, :] for COLUMNS vectors; rows after `rows` are computed as the last
 // and not stored.
-template <int ROWS, int COLUMNS, bool ADD>
+template <int ROWS, int COLUMNS, bool ADD, bool PAIR>
 __attribute__((noinline)) void mix(const float* from, int64_t stride, int64_t rows, int64_t count, const float* table,
                                    int64_t table_stride, float* to, int64_t to_stride) {
     F sum[ROWS][COLUMNS];
@@ -41,39 +85,40 @@ __attribute__((noinline)) void mix(const float* from, int64_t stride, int64_t ro
         F line[COLUMNS];
         _Pragma("GCC unroll 8") for (int v = 0; v < COLUMNS; ++v) line[v] = load(table + k * table_stride + v * LANES);
         _Pragma("GCC unroll 8") for (int row = 0; row < ROWS; ++row) {
-            const F value = splat(at[row][k]);
-            _Pragma("GCC unroll 8") for (int v = 0; v < COLUMNS; ++v) sum[row][v] += value * line[v];
+            const F value = everywhere<PAIR>(at[row] + k);
+            _Pragma("GCC unroll 8") for (int v = 0; v < COLUMNS; ++v) add_step<PAIR>(sum[row][v], value, line[v]);
         }
     }
     _Pragma("GCC unroll 8") for (int row = 0; row < ROWS; ++row) if (row < rows)
         _Pragma("GCC unroll 8") for (int v = 0; v < COLUMNS; ++v) store(to + row * to_stride + v * LANES, sum[row][v]);
 }
 
-template <int COLUMNS, bool ADD>
+template <int COLUMNS, bool ADD, bool PAIR>
 void mix_rows(const float* from, int64_t stride, int64_t rows, int64_t count, const float* table,
               int64_t table_stride, float* to, int64_t to_stride) {
     for (; rows > 0; rows -= ROWS_AT_ONCE, from += ROWS_AT_ONCE * stride, to += ROWS_AT_ONCE * to_stride) {
-        const auto run = rows == 1   ? mix<1, COLUMNS, ADD>
-                         : rows == 2 ? mix<2, COLUMNS, ADD>
-                         : rows == 3 ? mix<3, COLUMNS, ADD>
-                         : rows == 4 ? mix<4, COLUMNS, ADD>
-                                     : mix<ROWS_AT_ONCE, COLUMNS, ADD>;
+        const auto run = rows == 1   ? mix<1, COLUMNS, ADD, PAIR>
+                         : rows == 2 ? mix<2, COLUMNS, ADD, PAIR>
+                         : rows == 3 ? mix<3, COLUMNS, ADD, PAIR>
+                         : rows == 4 ? mix<4, COLUMNS, ADD, PAIR>
+                                     : mix<ROWS_AT_ONCE, COLUMNS, ADD, PAIR>;
         run(from, stride, rows < ROWS_AT_ONCE ? rows : ROWS_AT_ONCE, count, table, table_stride, to, to_stride);
     }
 }
 
 // All of `columns`, a multiple of 16.
-template <bool ADD>
+template <bool ADD, bool PAIR>
 void mix_columns(const float* from, int64_t stride, int64_t rows, int64_t count, const float* table, int64_t columns,
                  float* to, int64_t to_stride) {
     int64_t column = 0;
     for (; column + VECTORS * LANES <= columns; column += VECTORS * LANES)
-        mix_rows<VECTORS, ADD>(from, stride, rows, count, table + column, columns, to + column, to_stride);
+        mix_rows<VECTORS, ADD, PAIR>(from, stride, rows, count, table + column, columns, to + column, to_stride);
     for (; column < columns; column += LANES)
-        mix_rows<1, ADD>(from, stride, rows, count, table + column, columns, to + column, to_stride);
+        mix_rows<1, ADD, PAIR>(from, stride, rows, count, table + column, columns, to + column, to_stride);
 }
 
-// Scores of one row become weights; keys before `from` and from `to` on are not seen. Scales what the row has so far.
+// Scores of one row become weights, in the first half of their place if PAIR; keys before `from` and from `to` on are not seen. Scales what the row has so far.
+template <bool PAIR>
 ALWAYS void weigh(float* scores, int64_t from, int64_t to, float* peak, float* sums, float* values, int64_t padded) {
     F score[TILE / LANES];
     F high = splat(NOTHING);
@@ -91,7 +136,10 @@ ALWAYS void weigh(float* scores, int64_t from, int64_t to, float* peak, float* s
     F sum{};
     for (int v = 0; v < TILE / LANES; ++v) {
         const F weight = power_of_two(score[v] - highest);
-        store(scores + v * LANES, weight);
+        if constexpr (PAIR)
+            store_narrow(reinterpret_cast<uint16_t*>(scores) + v * LANES, weight);
+        else
+            store(scores + v * LANES, weight);
         sum += weight;
     }
     if (highest[0] != *peak) {
@@ -117,15 +165,26 @@ ALWAYS void each_block(const Attention& a, const int32_t* table, int64_t head, i
     }
 }
 
-// Keys [dim, block] of a tile's blocks, as floats: [dim, TILE].
+// Keys [dim, block] of a tile's blocks, as floats: [dim, TILE]; PAIRED: [dim / 2 rounded up, TILE].
 template <typename T>
 void gather_keys(const Attention& a, const int32_t* table, int64_t head, int64_t first, int64_t count, float* keys) {
     const int64_t size = a.block_size, dim = a.dim;
     each_block(a, table, head, first, count, [&](int64_t key, int64_t block, int64_t offset, int64_t taken) {
         const T* from = static_cast<const T*>(a.keys) + block + offset;
         float* to = keys + key;
-        if (offset % LANES == 0 && size % LANES == 0) {
-            // Keys of the block that are not there are read, too, and never count.
+        // Keys of the block that are not there are read, too, and never count.
+        const bool whole = offset % LANES == 0 && size % LANES == 0;
+        if constexpr (PAIRED<T>) {
+            for (int64_t d = 0; d < dim; d += 2, from += 2 * size, to += TILE) {
+                const T* other = d + 1 < dim ? from + size : nullptr;
+                if (whole)
+                    for (int64_t i = 0; i < taken; i += LANES)
+                        store(to + i, load_pairs(from + i, other ? other + i : nullptr));
+                else
+                    for (int64_t i = 0; i < taken; ++i)
+                        to[i] = __builtin_bit_cast(float, pair_of(from[i], other ? other[i] : 0));
+            }
+        } else if (whole) {
             for (int64_t d = 0; d < dim; ++d)
                 for (int64_t i = 0; i < taken; i += LANES) store(to + d * TILE + i, load_wide(from + d * size + i));
         } else {
@@ -135,7 +194,8 @@ void gather_keys(const Attention& a, const int32_t* table, int64_t head, int64_t
     });
 }
 
-// Values [block, dim] of a tile's blocks, as floats: [TILE, padded].
+// Values [block, dim] of a tile's blocks, as floats: [TILE, padded]; PAIRED: [TILE / 2, padded], with zeros beside a last
+// one that has no other.
 template <typename T>
 void gather_values(const Attention& a, const int32_t* table, int64_t head, int64_t first, int64_t count,
                    float* values) {
@@ -143,11 +203,27 @@ void gather_values(const Attention& a, const int32_t* table, int64_t head, int64
     each_block(a, table, head, first, count, [&](int64_t key, int64_t block, int64_t offset, int64_t taken) {
         const T* row = static_cast<const T*>(a.values) + block + offset * dim;
         for (int64_t i = 0; i < taken; ++i, row += dim) {
-            float* line = values + (key + i) * padded;
             int64_t d = 0;
-            for (; d + LANES <= dim; d += LANES) store(line + d, load_wide(row + d));
-            for (; d < dim; ++d) line[d] = wide(row[d]);
-            for (; d < padded; ++d) line[d] = 0;
+            if constexpr (PAIRED<T>) {
+                float* line = values + (key + i) / 2 * padded;
+                const bool begins = (key + i) % 2 == 0, both = begins && i + 1 < taken;
+                const T* other = both ? row + dim : nullptr;
+                if (begins)
+                    for (; d + LANES <= dim; d += LANES) store(line + d, load_pairs(row + d, other ? other + d : nullptr));
+                for (; d < dim; ++d) {
+                    // The first of a pair, perhaps with the second; or the second, from another block.
+                    const uint32_t there = begins ? 0 : __builtin_bit_cast(uint32_t, line[d]);
+                    line[d] = __builtin_bit_cast(
+                        float, begins ? pair_of(row[d], other ? other[d] : 0) : pair_of((uint16_t)there, row[d]));
+                }
+                for (; d < padded; ++d) line[d] = 0;
+                if (both) ++i, row += dim;
+            } else {
+                float* line = values + (key + i) * padded;
+                for (; d + LANES <= dim; d += LANES) store(line + d, load_wide(row + d));
+                for (; d < dim; ++d) line[d] = wide(row[d]);
+                for (; d < padded; ++d) line[d] = 0;
+            }
         }
     });
 }
@@ -188,12 +264,19 @@ void score(const float* queries, int64_t dim, int64_t size, const T* const* keys
     F sum[COUNT][ROWS];
     _Pragma("GCC unroll 8") for (int v = 0; v < COUNT; ++v)
         _Pragma("GCC unroll 8") for (int row = 0; row < ROWS; ++row) sum[v][row] = F{};
-    for (int64_t d = 0; d < dim; ++d) {
+    // Few rows have dimensions of an even number.
+    constexpr int64_t EACH = PAIRED<T> ? 2 : 1;
+    const int64_t depth = steps<T>(dim);
+    for (int64_t d = 0; d < depth; ++d) {
         _Pragma("GCC unroll 8") for (int v = 0; v < COUNT; ++v) {
-            const F line = load_wide(keys[v] + d * size);
-            if (next) __builtin_prefetch(next[v] + d * LANES * sizeof(T));
+            F line;
+            if constexpr (PAIRED<T>)
+                line = load_pairs(keys[v] + 2 * d * size, keys[v] + (2 * d + 1) * size);
+            else
+                line = load_wide(keys[v] + d * size);
+            if (next) __builtin_prefetch(next[v] + d * EACH * LANES * sizeof(T));
             _Pragma("GCC unroll 8") for (int row = 0; row < ROWS; ++row)
-                sum[v][row] += splat(queries[row * dim + d]) * line;
+                add_step<PAIRED<T>>(sum[v][row], everywhere<PAIRED<T>>(queries + row * depth + d), line);
         }
     }
     _Pragma("GCC unroll 8") for (int v = 0; v < COUNT; ++v)
@@ -255,20 +338,27 @@ void add_tile(const Attention& a, const int32_t* table, int64_t head, int64_t fi
             const int64_t block = table[at.block] * a.block_stride + head * size * dim;
             const int64_t taken = size - at.offset < first + count - key ? size - at.offset : first + count - key;
             const T* line = static_cast<const T*>(a.values) + block + at.offset * dim + column;
-            const float* weight = weights + key - first;
+            const float* weight = weights + (PAIRED<T> ? (key - first) / 2 : key - first);
             const bool ahead = first_rows && column == 0 && TILE % size == 0 && key + TILE < last;
             const int64_t block_ahead = ahead ? table[at.block + TILE / size] : 0;
             const char* soon = reinterpret_cast<const char*>(static_cast<const T*>(a.keys) +
                                                              block_ahead * a.block_stride + head * size * dim);
-            for (int64_t i = 0; i < taken; ++i, line += dim) {
+            constexpr int64_t EACH = PAIRED<T> ? 2 : 1;
+            for (int64_t i = 0; i < taken; i += EACH, line += EACH * dim) {
                 if (ahead)
-                    for (int64_t l = 0; l < each; ++l, soon += LINE) __builtin_prefetch(soon);
+                    for (int64_t l = 0; l < EACH * each; ++l, soon += LINE) __builtin_prefetch(soon);
                 F value[VECTORS];
-                _Pragma("GCC unroll 8") for (int v = 0; v < VECTORS; v += 2)
-                    load_two(line + v * LANES, value[v], value[v + 1]);
+                _Pragma("GCC unroll 8") for (int v = 0; v < VECTORS; v += 2) {
+                    if constexpr (PAIRED<T>)
+                        load_two_pairs(line + v * LANES, i + 1 < taken ? line + dim + v * LANES : nullptr, value[v],
+                                       value[v + 1]);
+                    else
+                        load_two(line + v * LANES, value[v], value[v + 1]);
+                }
                 _Pragma("GCC unroll 8") for (int row = 0; row < ROWS; ++row) {
-                    const F factor = splat(weight[row * TILE + i]);
-                    _Pragma("GCC unroll 8") for (int v = 0; v < VECTORS; ++v) sum[row][v] += factor * value[v];
+                    const F factor = everywhere<PAIRED<T>>(weight + row * TILE + i / EACH);
+                    _Pragma("GCC unroll 8") for (int v = 0; v < VECTORS; ++v)
+                        add_step<PAIRED<T>>(sum[row][v], factor, value[v]);
                 }
             }
             key += taken;
@@ -314,12 +404,19 @@ void attend_as(const Attention& a, int64_t row, int64_t head, int64_t begin, int
     float* result = scores + rows * TILE;
     float* peak = result + rows * padded;
     float* total = peak + rows;
+    const int64_t depth = steps<T>(dim);  // of queries
     const float scale = a.scale * 1.44269504f;  // weights are powers of two
     // Rows of results are as long as those of gathered values, a multiple of 16.
     const bool few = rows <= FEW && a.block_size % LANES == 0 && dim % 16 == 0 && dim % (VECTORS * LANES) == 0;
     for (int64_t r = 0; r < rows; ++r) {
         const float* from = a.q + (begin + r / group) * a.q_stride + (head * group + r % group) * dim;
-        for (int64_t d = 0; d < dim; ++d) queries[r * dim + d] = from[d] * scale;
+        if constexpr (PAIRED<T>) {
+            uint16_t* to = reinterpret_cast<uint16_t*>(queries + r * depth);
+            for (int64_t d = 0; d < dim; ++d) to[d] = narrow(from[d] * scale);
+            if (dim % 2) to[dim] = 0;
+        } else {
+            for (int64_t d = 0; d < dim; ++d) queries[r * dim + d] = from[d] * scale;
+        }
         for (int64_t d = 0; d < padded; ++d) result[r * padded + d] = 0;
         peak[r] = NOTHING;
         total[r] = 0;
@@ -328,11 +425,11 @@ void attend_as(const Attention& a, int64_t row, int64_t head, int64_t begin, int
         const int64_t count = last - first < TILE ? last - first : TILE;
         if (few) {
             in_groups(rows, [&]<int ROWS>(int64_t r) {
-                score_tile<T, ROWS>(a, table, head, first, count, r == 0, queries + r * dim, scores + r * TILE);
+                score_tile<T, ROWS>(a, table, head, first, count, r == 0, queries + r * depth, scores + r * TILE);
             });
         } else {
             gather_keys<T>(a, table, head, first, count, tile);
-            mix_columns<false>(queries, dim, rows, dim, tile, TILE, scores, TILE);
+            mix_columns<false, PAIRED<T>>(queries, depth, rows, depth, tile, TILE, scores, TILE);
         }
         const int64_t following = first + TILE;
         Next<T> next(a, table, head, following, last - following < TILE ? last - following : TILE,
@@ -341,7 +438,7 @@ void attend_as(const Attention& a, int64_t row, int64_t head, int64_t begin, int
             next.some();
             const int64_t at = position + r / group, to = at + 1 - first;
             const int64_t from = a.window ? at - a.window + 1 - first : 0;
-            weigh(scores + r * TILE, from, to, peak + r, total + r, result + r * padded, padded);
+            weigh<PAIRED<T>>(scores + r * TILE, from, to, peak + r, total + r, result + r * padded, padded);
         }
         if (few) {
             in_groups(rows, [&]<int ROWS>(int64_t r) {
@@ -349,7 +446,7 @@ void attend_as(const Attention& a, int64_t row, int64_t head, int64_t begin, int
             });
         } else {
             gather_values<T>(a, table, head, first, count, tile);
-            mix_columns<true>(scores, TILE, rows, count, tile, padded, result, padded);
+            mix_columns<true, PAIRED<T>>(scores, TILE, rows, steps<T>(count), tile, padded, result, padded);
         }
     }
     for (int64_t r = 0; r < rows; ++r) {

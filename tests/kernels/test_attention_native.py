@@ -67,11 +67,17 @@ def test_equals_the_oracle(
     assert cpu.use_level(name)
     lengths, steps = batch
     data = sequences(lengths, *heads, seed=dim, dim=dim)
-    expected = run(ReferenceAttention(torch.float64), data, steps, block_size, dtype, window=window)
     actual = run(NativeAttention(), data, steps, block_size, dtype, window=window)
     cpu.use_level(LEVELS[-1])
+    bound = 1e-5
+    if dtype is torch.bfloat16 and name == "avx512bf16":
+        # Queries are rounded to bfloat16 as they are scaled, and so are weights: by a part of 2^-9 at the most.
+        scale = torch.tensor(dim**-0.5) * torch.tensor(1.44269504)
+        data = [((q * scale).to(dtype).float() / scale, k, v) for q, k, v in data]
+        bound = 2.0**-9 * max(float(v.abs().max()) for _, _, v in data) + 1e-4
+    expected = run(ReferenceAttention(torch.float64), data, steps, block_size, dtype, window=window)
     for one, other in zip(expected, actual, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(one, other, atol=bound, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -207,6 +207,9 @@ void check_attend() {
     for (int64_t head = 0; head < kv_heads; ++head)
         for (const auto& [begin, end] : {std::pair{int64_t{0}, cut}, std::pair{cut, queries}})
             if (begin < end) CHECKED.attend(a, 0, head, begin, end, scratch.at());
+    // Where queries, as they are scaled, and weights are rounded to the type of keys and values.
+    const bool rounds = a.bf16 && CHECKED.narrow;
+    const float scale = a.scale * 1.44269504f;
     for (int64_t query = 0; query < queries; ++query) {
         const int64_t position = length - queries + query;
         const int64_t first = window && position - window + 1 > 0 ? position - window + 1 : 0;
@@ -215,17 +218,23 @@ void check_attend() {
             double peak = -INFINITY, total = 0;
             for (int64_t key = first; key <= position; ++key) {
                 double score = 0;
-                for (int64_t d = 0; d < size; ++d)
-                    score += q[query * q_stride + head * size + d] * value_of(keys[key_at(key, head / group, d)]);
-                weights[key] = score * a.scale;
+                for (int64_t d = 0; d < size; ++d) {
+                    const float scaled = q[query * q_stride + head * size + d] * scale;
+                    const float used = rounds ? from_bf16(to_bf16(scaled)) : scaled;
+                    score += used * value_of(keys[key_at(key, head / group, d)]);
+                }
+                weights[key] = score / 1.44269504;
                 peak = std::max(peak, weights[key]);
             }
             for (int64_t key = first; key <= position; ++key) total += weights[key] = std::exp(weights[key] - peak);
             for (int64_t d = 0; d < size; ++d) {
-                double sum = 0;
-                for (int64_t key = first; key <= position; ++key)
-                    sum += weights[key] * value_of(values[value_at(key, head / group, d)]);
-                expect("attend", query, head * size + d, out[query * out_stride + head * size + d], sum / total, 2e-5);
+                double sum = 0, terms = 0;
+                for (int64_t key = first; key <= position; ++key) {
+                    const double term = weights[key] * value_of(values[value_at(key, head / group, d)]);
+                    sum += term, terms += std::fabs(term);
+                }
+                const double bound = 2e-5 + (rounds ? terms / total / 256 : 0);
+                expect("attend", query, head * size + d, out[query * out_stride + head * size + d], sum / total, bound);
             }
         }
         expect_untouched("attend", query, out, query * out_stride + heads * size, (query + 1) * out_stride);
