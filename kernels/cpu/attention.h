@@ -258,14 +258,13 @@ class Next {
     int64_t areas_ = 0, area_ = 0, each_ = 0, at_ = 0, offset_ = 0;
 };
 
-// Scores of ROWS queries for COUNT vectors of keys, each from a block's place on. `next`, unless null, is wanted soon.
+// Scores of ROWS queries for COUNT vectors of keys, each from a block's place on.
 template <typename T, int ROWS, int COUNT>
-void score(const float* queries, int64_t dim, int64_t size, const T* const* keys, const char* const* next, float* to) {
+void score(const float* queries, int64_t dim, int64_t size, const T* const* keys, float* to) {
     F sum[COUNT][ROWS];
     _Pragma("GCC unroll 8") for (int v = 0; v < COUNT; ++v)
         _Pragma("GCC unroll 8") for (int row = 0; row < ROWS; ++row) sum[v][row] = F{};
     // Few rows have dimensions of an even number.
-    constexpr int64_t EACH = PAIRED<T> ? 2 : 1;
     const int64_t depth = steps<T>(dim);
     for (int64_t d = 0; d < depth; ++d) {
         _Pragma("GCC unroll 8") for (int v = 0; v < COUNT; ++v) {
@@ -274,7 +273,6 @@ void score(const float* queries, int64_t dim, int64_t size, const T* const* keys
                 line = load_pairs(keys[v] + 2 * d * size, keys[v] + (2 * d + 1) * size);
             else
                 line = load_wide(keys[v] + d * size);
-            if (next) __builtin_prefetch(next[v] + d * EACH * LANES * sizeof(T));
             _Pragma("GCC unroll 8") for (int row = 0; row < ROWS; ++row)
                 add_step<PAIRED<T>>(sum[v][row], everywhere<PAIRED<T>>(queries + row * depth + d), line);
         }
@@ -298,10 +296,9 @@ constexpr int64_t FEW = 18;
 // same chains of operations, but straight from the blocks. Worth it where a gathered tile would be used by few rows.
 template <typename T, int ROWS>
 void score_tile(const Attention& a, const int32_t* table, int64_t head, int64_t first, int64_t count,
-                bool first_rows, const float* queries, float* scores) {
+                const float* queries, float* scores) {
     const int64_t size = a.block_size, dim = a.dim;
     const T* keys[KEYS_AT_ONCE];
-    const char* next[KEYS_AT_ONCE];
     for (int64_t from = 0; from < count;) {
         int together = 0;
         const int64_t start = from;
@@ -309,25 +306,19 @@ void score_tile(const Attention& a, const int32_t* table, int64_t head, int64_t 
             const Spot at(first + from, size);
             const int64_t block = table[at.block] * a.block_stride + head * size * dim;
             keys[together] = static_cast<const T*>(a.keys) + block + at.offset;
-            // The values of the same keys come next.
-            next[together] = reinterpret_cast<const char*>(static_cast<const T*>(a.values) + block + at.offset * dim);
         }
         float* to = scores + start;
         if (together == KEYS_AT_ONCE)
-            score<T, ROWS, KEYS_AT_ONCE>(queries, dim, size, keys, first_rows ? next : nullptr, to);
+            score<T, ROWS, KEYS_AT_ONCE>(queries, dim, size, keys, to);
         else
-            for (int v = 0; v < together; ++v)
-                score<T, ROWS, 1>(queries, dim, size, keys + v, first_rows ? next + v : nullptr, to + v * LANES);
+            for (int v = 0; v < together; ++v) score<T, ROWS, 1>(queries, dim, size, keys + v, to + v * LANES);
     }
 }
 
-// Meanwhile the memory has nothing to do: keys of the next tile, whose last key is before `last`, are asked for.
 template <typename T, int ROWS>
-void add_tile(const Attention& a, const int32_t* table, int64_t head, int64_t first, int64_t count, int64_t last,
-              bool first_rows, const float* weights, float* result) {
+void add_tile(const Attention& a, const int32_t* table, int64_t head, int64_t first, int64_t count,
+              const float* weights, float* result) {
     const int64_t size = a.block_size, dim = a.dim;
-    // As many lines of keys for each line of values as there are.
-    const int64_t each = dim * (int64_t)sizeof(T) / LINE;
     for (int64_t column = 0; column < dim; column += VECTORS * LANES) {
         F sum[ROWS][VECTORS];
         _Pragma("GCC unroll 8") for (int row = 0; row < ROWS; ++row)
@@ -339,14 +330,8 @@ void add_tile(const Attention& a, const int32_t* table, int64_t head, int64_t fi
             const int64_t taken = size - at.offset < first + count - key ? size - at.offset : first + count - key;
             const T* line = static_cast<const T*>(a.values) + block + at.offset * dim + column;
             const float* weight = weights + (PAIRED<T> ? (key - first) / 2 : key - first);
-            const bool ahead = first_rows && column == 0 && TILE % size == 0 && key + TILE < last;
-            const int64_t block_ahead = ahead ? table[at.block + TILE / size] : 0;
-            const char* soon = reinterpret_cast<const char*>(static_cast<const T*>(a.keys) +
-                                                             block_ahead * a.block_stride + head * size * dim);
             constexpr int64_t EACH = PAIRED<T> ? 2 : 1;
             for (int64_t i = 0; i < taken; i += EACH, line += EACH * dim) {
-                if (ahead)
-                    for (int64_t l = 0; l < EACH * each; ++l, soon += LINE) __builtin_prefetch(soon);
                 F value[VECTORS];
                 _Pragma("GCC unroll 8") for (int v = 0; v < VECTORS; v += 2) {
                     if constexpr (PAIRED<T>)
@@ -423,26 +408,29 @@ void attend_as(const Attention& a, int64_t row, int64_t head, int64_t begin, int
     }
     for (int64_t first = lowest / TILE * TILE; first < last; first += TILE) {
         const int64_t count = last - first < TILE ? last - first : TILE;
+        const int64_t following = first + TILE;
+        Next<T> next(a, table, head, following, last - following < TILE ? last - following : TILE,
+                     few ? 3 : rows);
         if (few) {
+            next.some();
             in_groups(rows, [&]<int ROWS>(int64_t r) {
-                score_tile<T, ROWS>(a, table, head, first, count, r == 0, queries + r * depth, scores + r * TILE);
+                score_tile<T, ROWS>(a, table, head, first, count, queries + r * depth, scores + r * TILE);
             });
         } else {
             gather_keys<T>(a, table, head, first, count, tile);
             mix_columns<false, PAIRED<T>>(queries, depth, rows, depth, tile, TILE, scores, TILE);
         }
-        const int64_t following = first + TILE;
-        Next<T> next(a, table, head, following, last - following < TILE ? last - following : TILE,
-                     few ? 0 : rows);
+        if (few) next.some();
         for (int64_t r = 0; r < rows; ++r) {
-            next.some();
+            if (!few) next.some();
             const int64_t at = position + r / group, to = at + 1 - first;
             const int64_t from = a.window ? at - a.window + 1 - first : 0;
             weigh<PAIRED<T>>(scores + r * TILE, from, to, peak + r, total + r, result + r * padded, padded);
         }
         if (few) {
+            next.some();
             in_groups(rows, [&]<int ROWS>(int64_t r) {
-                add_tile<T, ROWS>(a, table, head, first, count, last, r == 0, scores + r * TILE, result + r * dim);
+                add_tile<T, ROWS>(a, table, head, first, count, scores + r * TILE, result + r * dim);
             });
         } else {
             gather_values<T>(a, table, head, first, count, tile);
